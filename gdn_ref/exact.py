@@ -1,0 +1,191 @@
+"""The algorithm as the book derives it: one head, NumPy arrays of any scalar type.
+
+Nothing here divides, compares or takes an exponential, and no float literal appears.  So the same lines run on float64,
+on ``fractions.Fraction`` and on SymPy expressions (both in arrays of dtype object), and over the last two every result
+is exact.  The decay is taken as alpha = e^g; alpha = 0 is a reset and needs no special case.
+
+Shapes, with a token as a row:  q, k [T, K];  v [T, V];  alpha, beta [T];  S [K, V].  q is taken as already scaled.
+Inside one chunk T is called C.  Tags such as (5.4) are those of the book and of ``gdn_ref.identities``.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Output(NamedTuple):
+    """Outputs O [T, V] and the state S [K, V] after the last token."""
+
+    O: np.ndarray
+    S: np.ndarray
+
+
+class Decay(NamedTuple):
+    """gamma [C], the decay from the chunk's start to each token; Gamma [C, C], the decay from token j to i >= j."""
+
+    gamma: np.ndarray
+    Gamma: np.ndarray
+
+
+class WY(NamedTuple):
+    """Effective keys W [C, K], carrying the decay from the chunk's start, and effective values U [C, V]."""
+
+    W: np.ndarray
+    U: np.ndarray
+
+
+# ---- token by token: the definition ----------------------------------------------------------------------------------
+
+
+def step(q, k, v, alpha, beta, S):
+    """One token.  q, k [K]; v [V]; alpha, beta scalars; S [K, V].  Returns (o [V], S [K, V]).  Chapter 1."""
+    forgotten = alpha * S                                      # [K, V]
+    error = v - k @ forgotten                                  # [V]      read, after forgetting
+    S = forgotten + beta * np.outer(k, error)                  # [K, V]   (1.1)
+    return q @ S, S
+
+
+def recurrence(q, k, v, alpha, beta, S0=None):
+    """The gated delta rule token by token; what every other form is held against.
+
+    Shapes as in the module's docstring; S0 None means a zero state.  Returns Output(O [T, V], S [K, V]); S0 is left
+    as it was.  Raises ValueError when the shapes disagree.  Source: chapter 1, (1.1).
+    """
+    q, k, v, alpha, beta, S = _arrays(q, k, v, alpha, beta, S0)
+    O = np.zeros_like(v, dtype=S.dtype)                        # [T, V]
+    for t in range(len(k)):
+        O[t], S = step(q[t], k[t], v[t], alpha[t], beta[t], S)
+    return Output(O, S)
+
+
+# ---- one chunk: the stages, under the names that the torch and the Triton code use -----------------------------------
+
+
+def decay(alpha):
+    """Decays inside a chunk, as products of alpha [C] and never as quotients: right also at alpha = 0.  (7.1)"""
+    alpha = np.asarray(alpha)
+    C = len(alpha)
+    Gamma = np.zeros((C, C), dtype=alpha.dtype)                # [C, C]
+    for i in range(C):
+        Gamma[i, :i] = alpha[i] * Gamma[i - 1, :i]
+        Gamma[i, i] = 1
+    return Decay(np.cumprod(alpha), Gamma)
+
+
+def chunk_scaled_dot_kkt_fwd(k, beta, Gamma):
+    """Gamma⊙L [C, C] with L = tril(diag(beta) K Kᵀ, −1).  k [C, K]; beta [C]; Gamma [C, C].  Chapter 5."""
+    return Gamma * np.tril(beta[:, None] * (k @ k.T), -1)      # [C, C]
+
+
+def forward_substitution(N, R):
+    """X [C, n] with (I + N) X = R, for N [C, C] strictly lower.  The unit diagonal is why it never divides.  (6.3)"""
+    X = np.array(R, dtype=np.result_type(N, R))                # [C, n]
+    for i in range(1, len(X)):
+        X[i] = X[i] - N[i, :i] @ X[:i]
+    return X
+
+
+def solve_tril(N):
+    """A = (I + N)⁻¹ [C, C] for N [C, C] strictly lower.  (5.2), by (6.3)"""
+    return forward_substitution(N, np.eye(len(N), dtype=N.dtype))
+
+
+def recompute_w_u_fwd(k, v, beta, A, gamma):
+    """W = A diag(beta) diag(gamma) K and U = A diag(beta) V.  (5.3)"""
+    return WY(A @ ((beta * gamma)[:, None] * k), A @ (beta[:, None] * v))
+
+
+def wy_solve(k, v, alpha, beta):
+    """WY factors by the triangular solve: all of a chunk's tokens through one matrix A.  (5.2), (5.3)"""
+    k, v, alpha, beta = _cast(k, v, alpha, beta)
+    gamma, Gamma = decay(alpha)
+    A = solve_tril(chunk_scaled_dot_kkt_fwd(k, beta, Gamma))   # [C, C]
+    return recompute_w_u_fwd(k, v, beta, A, gamma)
+
+
+def wy_recursion(k, v, alpha, beta):
+    """WY factors row by row, as the induction gives them; equal to ``wy_solve``.  (3.4), (4.1), and with decay (5.3)
+
+    k [C, K]; v [C, V]; alpha, beta [C].  The order of the factors matters: first the new key against the old keys, then
+    the old rows.  The swapped order is refuted in (3.6).
+    """
+    k, v, alpha, beta = _cast(k, v, alpha, beta)
+    gamma, Gamma = decay(alpha)
+    W, U = np.zeros_like(k), np.zeros_like(v)
+    for i in range(len(k)):
+        met = Gamma[i, :i] * (k[i] @ k[:i].T)                  # [i]      how much of each older write this key meets
+        W[i] = beta[i] * (gamma[i] * k[i] - met @ W[:i])       # [K]      (3.4)
+        U[i] = beta[i] * (v[i] - met @ U[:i])                  # [V]      (4.1)
+    return WY(W, U)
+
+
+def chunk_delta(wy, S0):
+    """E = U − W S0 [C, V]: row t is what token t writes, beta_t (v_t − alpha_t k_t S_{t−1}).  (5.4)"""
+    return wy.U - wy.W @ S0
+
+
+def chunk_output(q, k, gamma, Gamma, E, S0):
+    """O = diag(gamma) Q S0 + (Q Kᵀ ⊙ Gamma) E [C, V]; the mask is Gamma, not M.  (5.5)"""
+    return gamma[:, None] * (q @ S0) + (Gamma * (q @ k.T)) @ E
+
+
+def chunk_state(k, gamma, Gamma, E, S0):
+    """The state [K, V] after the chunk, gamma_C S0 + (diag(gamma_C / gamma) K)ᵀ E.  (5.6)
+
+    The quotient is read off as Gamma's last row, so nothing is divided.
+    """
+    return gamma[-1] * S0 + (Gamma[-1][:, None] * k).T @ E
+
+
+def chunk(q, k, v, alpha, beta, S0=None):
+    """One chunk of C tokens at once; the values of ``recurrence``.  Returns Output(O [C, V], S [K, V]).  Chapter 5."""
+    q, k, v, alpha, beta, S = _arrays(q, k, v, alpha, beta, S0)
+    if len(k) == 0:
+        return Output(v, S)
+    gamma, Gamma = decay(alpha)                                # [C], [C, C]
+    E = chunk_delta(wy_solve(k, v, alpha, beta), S)            # [C, V]
+    return Output(chunk_output(q, k, gamma, Gamma, E, S), chunk_state(k, gamma, Gamma, E, S))
+
+
+# ---- from chunk to chunk ---------------------------------------------------------------------------------------------
+
+
+def chunkwise(q, k, v, alpha, beta, S0=None, chunk_size=64):
+    """All T tokens in chunks of ``chunk_size`` (the last may be shorter), the state carried from one to the next.
+
+    Shapes as in the module's docstring.  Returns Output(O [T, V], S [K, V]), the values of ``recurrence``.  Raises
+    ValueError when the shapes disagree or chunk_size < 1.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: found {chunk_size}, expected an integer >= 1")
+    q, k, v, alpha, beta, S = _arrays(q, k, v, alpha, beta, S0)
+    O = np.zeros_like(v)                                       # [T, V]
+    for start in range(0, len(k), chunk_size):
+        c = slice(start, start + chunk_size)
+        O[c], S = chunk(q[c], k[c], v[c], alpha[c], beta[c], S)
+    return Output(O, S)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _cast(*arrays):
+    """One scalar type for all: object as soon as one of them holds Fractions or expressions."""
+    arrays = [np.asarray(a) for a in arrays]
+    dtype = np.result_type(*arrays)
+    return [a.astype(dtype) for a in arrays]
+
+
+def _arrays(q, k, v, alpha, beta, S0):
+    k, v = np.asarray(k), np.asarray(v)
+    for name, a in (("k", k), ("v", v)):
+        if a.ndim != 2:
+            raise ValueError(f"{name}: found {a.ndim} dimensions, expected 2 (token, width)")
+    (T, K), V = k.shape, v.shape[1]
+    S0 = np.zeros((K, V), dtype=v.dtype) if S0 is None else S0
+    q, k, v, alpha, beta, S = _cast(q, k, v, alpha, beta, S0)
+    wanted = {"q": (q, (T, K)), "v": (v, (T, V)), "alpha": (alpha, (T,)), "beta": (beta, (T,)), "S0": (S, (K, V))}
+    for name, (a, shape) in wanted.items():
+        if a.shape != shape:
+            raise ValueError(f"{name}: found shape {a.shape}, expected {shape} from k {k.shape} and v {v.shape}")
+    return q, k, v, alpha, beta, S
