@@ -98,6 +98,7 @@ def run_chapter(path: Path, bar: tqdm) -> Chapter:
         kernel_name="python3",
         record_timing=False,
         coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],  # a kernel's start-up advice would cut through the bar
         resources={"metadata": {"path": str(path.parent)}},
     )
     done, where = 0, 0
@@ -129,6 +130,7 @@ def workplace() -> Path:
     place = ROOT / "build" / "book"
     shutil.rmtree(place, ignore_errors=True)
     for name in ("notebooks", "figures"):
+        (ROOT / name).mkdir(exist_ok=True)
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in ("gdn_ref", "tests", "benchmarks", "README.md", "LICENSE", "CHANGELOG.md"):
         if (ROOT / name).exists():
