@@ -76,6 +76,8 @@ def setup(seed: int = SEED) -> None:
     torch.set_printoptions(precision=4, sci_mode=False, linewidth=110)
     np.set_printoptions(precision=4, suppress=True, linewidth=110)
     warnings.simplefilter("error")
+    # The kernel runs in this same process; its own housekeeping is not the chapter's business.
+    warnings.filterwarnings("ignore", module=r"ipykernel|IPython|jupyter_client|traitlets|tornado|zmq|asyncio")
     matplotlib.use("Agg")
     matplotlib.rcParams.update(_STYLE)
     matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=_CYCLE)
