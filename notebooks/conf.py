@@ -1,5 +1,6 @@
 """Sphinx configuration of the book's site. The notebooks are shown with the outputs they carry; nothing runs."""
 
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -22,18 +23,20 @@ html_title = project
 html_theme_options = {
     "show_navbar_depth": 1,
     "home_page_in_toc": True,
+    "navbar_persistent": [],  # one search field, in the sidebar
     "use_download_button": False,
     "use_fullscreen_button": False,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+html_context = {"default_mode": "auto"}  # else the theme reports an invalid mode on the first visit
 html_static_path = ["static"]
 html_css_files = ["book.css"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_selector = "div.cell_input pre, div.highlight-python pre, div.highlight-bash pre"
 
-OWN_ENVIRONMENT = (r"\begin{align", r"\begin{equation", r"\begin{gather", r"\begin{multline")
+OWN_ENVIRONMENT = re.compile(r"\\begin\{(align|equation|gather|multline)\*?\}")
 
 
 def add_contents(app, docname, source):
@@ -47,7 +50,7 @@ def number_equations(app, doctree):
     r"""Wrap each display in equation*: Sphinx would wrap a display with \\ in split, where \tag is an error."""
     for block in doctree.findall(nodes.math_block):
         text = block.astext().strip()
-        if not text.startswith(OWN_ENVIRONMENT):
+        if not OWN_ENVIRONMENT.match(text):
             text = f"\\begin{{equation*}}\n{text}\n\\end{{equation*}}"
         block.children = [nodes.Text(text)]
         block["nowrap"] = block["no-wrap"] = True
