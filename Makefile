@@ -42,7 +42,7 @@ test: $(STAMP)
 	@$(RUN) -m pytest --nbval
 
 lint: $(STAMP)
-	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
 
 clean:
 	@rm -rf site build

@@ -124,7 +124,7 @@ def prove(*tags: str) -> None:
 
     for tag in tags:
         result = identities.prove(tag)
-        print(f"({tag}) refuted, as it should be" if result.refuted else f"({tag}) proved")
+        print(f"({result.tag}) {result.verdict}")
 
 
 def show_source(*functions) -> None:

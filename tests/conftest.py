@@ -1,0 +1,17 @@
+"""What holds for the whole suite: one thread, so that results and times do not hang on the machine's load."""
+
+import os
+import tempfile
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and in the notebooks' kernels
+
+import torch
+
+
+def pytest_configure(config):
+    """Give the notebooks that run under nbval a folder of their own for figures, so that a test run changes no file."""
+    torch.set_num_threads(1)
+    if not os.environ.get("GDN_REF_FIGURES"):
+        folder = tempfile.TemporaryDirectory(prefix="gdn_ref_figures_")
+        config.add_cleanup(folder.cleanup)
+        os.environ["GDN_REF_FIGURES"] = folder.name
