@@ -117,14 +117,19 @@ def rational(T, K, V, seed=0, resets=True):
 
 
 def is_zero(x):
-    """Decide x = 0 exactly, for a number or an expression; never by numerical sampling, never by simplify."""
+    """Decide x = 0 exactly, for a number or an expression, by expansion; never by sampling, never by simplify."""
     if isinstance(x, (int, Fraction, np.integer)):
         return x == 0
-    if isinstance(x, (float, np.floating)):
-        raise TypeError(f"a float has slipped into a proof: {x!r}")
     if not x.is_commutative:
         return sp.expand(x) == 0
     return sp.expand(sp.numer(sp.together(x))) == 0
+
+
+def forbid_floats(array):
+    """TypeError if a float stands anywhere in an array [*] of numbers and expressions: a proof would be a guess."""
+    for x in array.ravel():
+        if isinstance(x, (float, np.floating)) or isinstance(x, sp.Basic) and x.has(sp.Float):
+            raise TypeError(f"a float has slipped into a proof: {x!r}")
 
 
 def residuals(lhs, rhs):
@@ -134,6 +139,8 @@ def residuals(lhs, rhs):
         raise ProofError(f"the sides have different shapes, {lhs.shape} and {rhs.shape}")
     if lhs.size == 0:
         raise ProofError("nothing was compared: both sides are empty")
+    forbid_floats(lhs)
+    forbid_floats(rhs)
     return {index: lhs[index] - rhs[index] for index in np.ndindex(*lhs.shape) if not is_zero(lhs[index] - rhs[index])}
 
 
@@ -165,4 +172,4 @@ def differ(lhs, rhs, where=""):
 def holds(fact, what):
     """A fact decided by the domain assumptions or by exact comparison; None, that is undecided, fails as False does."""
     if fact is None or not bool(fact):
-        raise ProofError(f"not established: {what} ({fact})", str(fact))
+        raise ProofError(f"not established: {what} ({fact})")

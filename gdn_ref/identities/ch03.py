@@ -85,7 +85,10 @@ def swapped_recursion(keys, beta):
 
 
 def swapped_is_wrong():
-    """Equal at C = 1, 2 (the product so far, H_1, is symmetric).  From C = 3 on it is not.
+    """Equal at C = 1, 2, because the product so far, I or H_1, is symmetric.  From C = 3 on it is not.
+
+    With R = I − KᵀW so far, a right step gives R − βkᵀkR and a swapped one R − βkᵀkRᵀ: the new key meets the product
+    so far in reverse order.  At C = 3 that is H_2 H_1 − β_3 k_3ᵀk_3 H_1 H_2, which is no product of the H at all.
 
     The residual for any size is written as the seed writes: a token is a column, K, W [width, tokens], the product
     grows on the right, P = I − W Kᵀ.  The seed's new column is βk − K(Wᵀβk).
@@ -94,11 +97,17 @@ def swapped_is_wrong():
     column = b * k - K * (WT * b * k)
     left_over = P * (1 - b * k * kT) - (P - column * kT)
     equal(left_over, b * (W * KT - K * WT) * k * kT, "residual, any size")
+    R, transposed = 1 - KT * W, 1 - WT * K
+    equal(1 - (KT * W + kT * b * (k - k * WT * K)), R - b * kT * k * transposed, "a swapped step, any size")
     for C in (1, 2):
         keys, beta = entries("k", C, 2), entries("β", C)
         equal(identity(2) - keys.T @ swapped_recursion(keys, beta), product_of_householders(keys, beta), f"C={C}")
     keys, beta = entries("k", 3, 2), entries("β", 3)
-    differ(identity(2) - keys.T @ swapped_recursion(keys, beta), product_of_householders(keys, beta), "C=3")
+    swapped = identity(2) - keys.T @ swapped_recursion(keys, beta)
+    forth, back = (product_of_householders(keys[i], beta[i]) for i in ([0, 1], [1, 0]))
+    equal(swapped, forth - beta[2] * np.outer(keys[2], keys[2]) @ back, "C=3, what it is instead")
+    for order in ([0, 1, 2], [2, 1, 0]):
+        differ(swapped, product_of_householders(keys[order], beta[order]), f"C=3, order {order}")
     differ(left_over, sp.S.Zero)
     return "β·(W·Kᵀ − K·Wᵀ)·k·kᵀ"
 

@@ -5,6 +5,7 @@ row of Γ is αD and the new γ is αc.
 """
 
 import numpy as np
+import sympy as sp
 
 from .. import exact
 from .algebra import Identity, differ, entries, equal, identity, rational, scalars, strictly_lower, symbolic, words
@@ -51,7 +52,13 @@ def scaled_state_is_ungated():
 
 
 def one_inverse_for_both():
-    """For the general strictly lower L, C = 4, not only the one made of keys; then with keys, and Fractions."""
+    """Any size by words, with I + L = M and Γ⊙L = DLD⁻¹, D = diag(γ).
+
+    Then entries: Γ_ij = γ_i/γ_j is where α > 0 is needed.  First the general strictly lower L, C = 4, not only the one
+    made of keys; then with keys, and Fractions.
+    """
+    D, M = words("D M")
+    equal((1 + D * (M - 1) / D) * (D / M / D), sp.S.One, "any size")
     L, alpha = strictly_lower("L", 4), entries("α", 4, positive=True)
     gamma, Gamma = exact.decay(alpha)
     T = exact.solve_tril(L)
@@ -63,7 +70,14 @@ def one_inverse_for_both():
 
 
 def factors_share_the_inverse():
-    """By (5.1) the gated factors are diag(γ) times the ungated ones for values v/γ; and the code's two ways agree."""
+    """By (5.1) the gated factors are diag(γ) times the ungated ones for values v/γ; and the code's two ways agree.
+
+    In words D = diag(γ), B = diag(β), M = I + L; diagonal matrices commute, DB = BD.
+    """
+    D, M, B, K, V = words("D M B K V")
+    A = D / M / D
+    equal(A * (D * B) * K, D * ((1 / M) * B * K), "W, any size")
+    equal(A * B * V, D * ((1 / M) * ((1 / D) * B * V)), "U, any size")
     for p in positive_problems():
         gamma, plain = exact.decay(p.alpha).gamma, p.ungated()
         ungated = exact.wy_recursion(plain.k, plain.v / gamma[:, None], plain.alpha, plain.beta)

@@ -1,0 +1,229 @@
+"""The list of identities: complete, in order, each carried out; and a wrong one is caught."""
+
+import numpy as np
+import pytest
+import sympy as sp
+
+from gdn_ref import exact, identities
+from gdn_ref.identities import IDENTITIES, Identity, ProofError, algebra, ch03, ch07, check, get, prove
+
+# How many tags each chapter has for good; later ones may follow, none may move.
+FIXED = {1: 5, 2: 5, 3: 6, 4: 4, 5: 8, 6: 8, 7: 7}
+REFUTED = {"1.5", "3.6", "5.7", "5.8", "7.7"}
+TAGS = [identity.tag for identity in IDENTITIES]
+
+
+# ---- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_tags_are_complete_unique_and_in_order():
+    assert len(set(TAGS)) == len(TAGS)
+    for chapter, count in FIXED.items():
+        numbers = [int(i.tag.partition(".")[2]) for i in IDENTITIES if i.chapter == chapter]
+        assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= count
+    assert [i.chapter for i in IDENTITIES] == sorted(i.chapter for i in IDENTITIES)
+
+
+def test_refuted_ones_are_marked():
+    assert {i.tag for i in IDENTITIES if i.refuted} == REFUTED
+
+
+def test_statements_are_one_readable_line():
+    for identity in IDENTITIES:
+        assert identity.statement.strip() == identity.statement and "\n" not in identity.statement
+        assert 5 < len(identity.statement) <= 105
+    assert len({i.statement for i in IDENTITIES}) == len(IDENTITIES)
+
+
+def test_get():
+    assert get("5.4") is get("(5.4)") and get("5.4").chapter == 5
+    with pytest.raises(KeyError, match="found '5.99', expected one of 5.1, 5.2"):
+        get("5.99")
+    with pytest.raises(KeyError, match="expected one of 1.1"):
+        get("nonsense")
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_identity(tag):
+    result = prove(tag)
+    assert result.ok and result.refuted == (tag in REFUTED)
+    assert bool(result.residual) == result.refuted
+    assert result.verdict == ("refuted, as it should be" if result.refuted else "proved")
+
+
+def test_residuals_of_the_refuted():
+    assert prove("3.6").residual == "β·(W·Kᵀ − K·Wᵀ)·k·kᵀ"
+    assert "α_1 - 1" in prove("5.7").residual
+    assert "NaN" in prove("7.7").residual
+
+
+def test_residuals_are_the_same_every_time():
+    assert prove("5.8").residual == prove("5.8").residual
+
+
+# ---- a wrong one is caught -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [t for t in TAGS if t not in REFUTED])
+def test_a_proof_rests_on_its_comparison(tag, monkeypatch):
+    """If every comparison leaves something over, no proof may go through."""
+    monkeypatch.setattr(algebra, "residuals", lambda lhs, rhs: {(): sp.Symbol("left_over")})
+    with pytest.raises(ProofError, match="left_over"):
+        prove(tag)
+
+
+@pytest.mark.parametrize("tag", sorted(REFUTED - {"7.7"}))
+def test_a_refutation_rests_on_its_residual(tag, monkeypatch):
+    monkeypatch.setattr(algebra, "residuals", lambda lhs, rhs: {})
+    with pytest.raises(ProofError, match="not refuted"):
+        prove(tag)
+
+
+def test_7_7_fails_if_the_quotient_form_were_right(monkeypatch):
+    monkeypatch.setattr(ch07, "quotient_form", exact.chunk)
+    with pytest.raises(ProofError, match="wrong by a tenth"):
+        prove("7.7")
+
+
+def forget_last(q, k, v, alpha, beta, S):
+    S = alpha * S + beta * np.outer(k, v - k @ S)
+    return q @ S, S
+
+
+def swapped_recursion(k, v, alpha, beta):
+    return exact.WY(ch03.swapped_recursion(k, beta), v)
+
+
+def undecayed_output(q, k, gamma, Gamma, E, S0):
+    return gamma[:, None] * (q @ S0) + np.tril(q @ k.T) @ E
+
+
+def undecayed_state(k, gamma, Gamma, E, S0):
+    return gamma[-1] * S0 + k.T @ E
+
+
+def undecayed_kkt(k, beta, Gamma):
+    return np.tril(beta[:, None] * (k @ k.T), -1)
+
+
+def undecayed_w(k, v, beta, A, gamma):
+    return exact.WY(A @ (beta[:, None] * k), A @ (beta[:, None] * v))
+
+
+def one_decay_too_many(alpha):
+    return exact.Decay(np.cumprod(alpha), DECAY(alpha).Gamma * alpha[None, :])
+
+
+def one_pass(N, R):
+    return R - N @ R
+
+
+def jacobi_inverse(N):
+    return np.eye(len(N), dtype=object) - N
+
+
+def wrong_sign_of_delta(wy, S0):
+    return wy.U + wy.W @ S0
+
+
+DECAY = exact.decay
+MUTANTS = [
+    ("1.1", "step", forget_last),
+    ("3.3", "wy_recursion", swapped_recursion),
+    ("3.4", "wy_recursion", swapped_recursion),
+    ("3.5", "wy_recursion", swapped_recursion),
+    ("4.2", "chunk_delta", wrong_sign_of_delta),
+    ("4.3", "chunk_delta", wrong_sign_of_delta),
+    ("4.4", "chunk_delta", wrong_sign_of_delta),
+    ("5.2", "chunk_scaled_dot_kkt_fwd", undecayed_kkt),
+    ("5.3", "recompute_w_u_fwd", undecayed_w),
+    ("5.4", "recompute_w_u_fwd", undecayed_w),
+    ("5.5", "chunk_output", undecayed_output),
+    ("5.6", "chunk_state", undecayed_state),
+    ("5.9", "chunk_scaled_dot_kkt_fwd", undecayed_kkt),
+    ("6.2", "solve_tril", jacobi_inverse),
+    ("6.3", "forward_substitution", one_pass),
+    ("6.5", "solve_tril", jacobi_inverse),
+    ("6.7", "forward_substitution", one_pass),
+    ("6.8", "solve_tril", jacobi_inverse),
+    ("7.1", "decay", one_decay_too_many),
+    ("7.5", "decay", lambda alpha: exact.Decay(np.cumprod(alpha), np.tril(np.ones((len(alpha),) * 2, dtype=object)))),
+]
+
+
+@pytest.mark.parametrize("tag, name, mutant", MUTANTS, ids=[f"{tag}-{name}" for tag, name, _ in MUTANTS])
+def test_a_fault_in_exact_is_caught(tag, name, mutant, monkeypatch):
+    monkeypatch.setattr(exact, name, mutant)
+    with pytest.raises(ProofError) as caught:
+        prove(tag)
+    assert caught.value.residual and f"({tag})" in str(caught.value)
+    assert not check(tag).ok
+
+
+def replace(monkeypatch, tag, proof, refuted=False):
+    wrong = Identity(tag, "a mutated statement", proof, refuted)
+    monkeypatch.setattr(identities, "IDENTITIES", [wrong if i.tag == tag else i for i in IDENTITIES])
+
+
+def test_a_wrong_sign_is_shown_with_its_residual(monkeypatch):
+    k, kT, X = algebra.words("k kᵀ X")
+    b, = algebra.scalars("β")
+    replace(monkeypatch, "3.1", lambda: algebra.equal((1 - b * kT * k) * (1 - X), 1 - X - kT * b * (k + k * X)))
+    with pytest.raises(ProofError, match=r"\(3.1\) a mutated statement  not proved: .*2\*β\*kᵀ\*k\*X"):
+        prove("3.1")
+
+
+def test_a_proof_that_crashes_is_no_proof(monkeypatch):
+    replace(monkeypatch, "3.1", lambda: 1 / 0)
+    with pytest.raises(ProofError, match="ZeroDivisionError"):
+        prove("3.1")
+
+
+def test_a_refutation_without_a_residual_is_none(monkeypatch):
+    replace(monkeypatch, "3.6", lambda: None, refuted=True)
+    with pytest.raises(ProofError, match="must return its residual"):
+        prove("3.6")
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+x, y = algebra.scalars("x y", positive=True)
+
+
+def test_quotients_and_roots_are_decided():
+    algebra.equal(1 / x + 1 / y, (x + y) / (x * y))
+    algebra.equal(sp.sqrt(x) * sp.sqrt(x), x)
+    with pytest.raises(ProofError, match="residual is not zero"):
+        algebra.equal(1 / x + 1 / y, 2 / (x + y))
+
+
+def test_order_matters_for_words():
+    A, B = algebra.words("A B")
+    assert algebra.differ(A * B, B * A)
+    with pytest.raises(ProofError):
+        algebra.equal((A + B) ** 2, A ** 2 + 2 * A * B + B ** 2)
+
+
+def test_nothing_slips_through():
+    with pytest.raises(ProofError, match="shapes"):
+        algebra.equal(np.zeros((2, 1), dtype=object), np.zeros((1, 2), dtype=object))
+    with pytest.raises(ProofError, match="empty"):
+        algebra.equal(np.zeros((0, 2), dtype=object), np.zeros((0, 2), dtype=object))
+    with pytest.raises(TypeError, match="float"):
+        algebra.equal(0.1 + 0.2, 0.3)
+    with pytest.raises(TypeError, match="float"):
+        algebra.equal(x + 0.5 - x, sp.Rational(1, 2))
+    with pytest.raises(ProofError, match="not established: undecided"):
+        algebra.holds(None, "undecided")
+    with pytest.raises(ProofError, match="not established: false"):
+        algebra.holds(False, "false")
+    with pytest.raises(ProofError, match="residual is zero"):
+        algebra.differ(x * (y + 1), x * y + x)
+
+
+def test_rational_problems_are_the_same_every_time_and_in_the_domain():
+    p, again = algebra.rational(12, 4, 3), algebra.rational(12, 4, 3)
+    assert all((a == b).all() for a, b in zip(p, again, strict=True))
+    assert (p.alpha == 0).any() and all(0 <= a <= 1 for a in p.alpha) and all(0 <= b <= 2 for b in p.beta)
+    assert (p.k[2] == p.k[1]).all()
+    assert all(a > 0 for a in algebra.rational(12, 4, 3, resets=False).alpha)
