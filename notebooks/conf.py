@@ -33,6 +33,7 @@ html_context = {"default_mode": "auto"}  # else the theme reports an invalid mod
 html_static_path = ["static"]
 html_css_files = ["book.css"]
 html_copy_source = False
+html_show_search_summary = False  # it fetches pages, which a browser refuses for a site opened as files
 html_show_sphinx = False
 copybutton_selector = "div.cell_input pre, div.highlight-python pre, div.highlight-bash pre"
 

@@ -136,4 +136,5 @@ def test_search_finds_a_chapter(site, browser):
         visit.page.wait_for_selector("#search-results li a", timeout=30_000)
         hits = visit.page.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
         assert any("02_geometry.html" in hit for hit in hits)
+        assert visit.complaints == []
         assert visit.outside == []
