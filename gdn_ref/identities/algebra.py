@@ -72,6 +72,11 @@ def identity(n):
     return np.eye(n, dtype=object)
 
 
+def block_product(A, B):
+    """The product of two 2×2 block matrices (lists of lists) whose blocks are words."""
+    return [[sum(A[i][m] * B[m][j] for m in range(2)) for j in range(2)] for i in range(2)]
+
+
 class Problem(NamedTuple):
     """Arguments of ``exact.recurrence``, in its order:  q, k [T, K];  v [T, V];  alpha, beta [T];  S0 [K, V]."""
 

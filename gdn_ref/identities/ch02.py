@@ -3,7 +3,7 @@
 import numpy as np
 import sympy as sp
 
-from .algebra import Identity, entries, equal, holds, identity, scalars, words
+from .algebra import Identity, block_product, entries, equal, holds, identity, scalars, words
 
 b, = scalars("β")
 n, = scalars("n", positive=True)
@@ -23,12 +23,9 @@ def determinant():
     [[I, kᵀ], [βk, 1]]  =  [[I, 0], [βk, 1]] [[I, kᵀ], [0, 1 − βkkᵀ]]  =  [[I, kᵀ], [0, 1]] [[H, 0], [βk, 1]].
     The determinants of the two right-hand sides are 1 − β‖k‖² and det H.
     """
-    def product(A, B):
-        return [[sum(A[i][m] * B[m][j] for m in range(2)) for j in range(2)] for i in range(2)]
-
     block = [[sp.S.One, kT], [b * k, sp.S.One]]
-    equal(product([[1, 0], [b * k, 1]], [[1, kT], [0, 1 - b * k * kT]]), block, "lower · upper")
-    equal(product([[1, kT], [0, 1]], [[H, 0], [b * k, 1]]), block, "upper · lower")
+    equal(block_product([[1, 0], [b * k, 1]], [[1, kT], [0, 1 - b * k * kT]]), block, "lower · upper")
+    equal(block_product([[1, kT], [0, 1]], [[H, 0], [b * k, 1]]), block, "upper · lower")
     for K in range(1, 5):
         keys = entries("k", K)
         equal(sp.Matrix(householder(keys, b)).det(method="berkowitz"), 1 - b * (keys @ keys), f"K={K}")

@@ -9,6 +9,7 @@ import sympy as sp
 
 from .. import exact
 from .algebra import Identity, differ, entries, equal, identity, rational, scalars, strictly_lower, symbolic, words
+from .ch03 import lower
 from .ch04 import states
 
 a, c = scalars("α γ", positive=True)
@@ -27,11 +28,6 @@ def problems():
 def positive_problems():
     """The same without α = 0, so that γ may be divided by."""
     return [symbolic(2, 2, 1), symbolic(3, 1, 1), rational(5, 3, 2, resets=False), rational(12, 4, 3, resets=False)]
-
-
-def lower(p):
-    """L = tril(diag(β) K Kᵀ, −1), [C, C]."""
-    return np.tril(p.beta[:, None] * (p.k @ p.k.T), -1)
 
 
 def similar(p, matrix):
@@ -66,7 +62,7 @@ def one_inverse_for_both():
     equal((identity(4) + Gamma * L) @ A, identity(4), "general L, C=4")
     for p in positive_problems():
         N = exact.chunk_scaled_dot_kkt_fwd(p.k, p.beta, exact.decay(p.alpha).Gamma)
-        equal(similar(p, exact.solve_tril(lower(p))), exact.solve_tril(N), f"C={len(p.k)}")
+        equal(similar(p, exact.solve_tril(lower(p.k, p.beta))), exact.solve_tril(N), f"C={len(p.k)}")
 
 
 def factors_share_the_inverse():
@@ -138,7 +134,7 @@ def mask_m_is_wrong():
 
 def factors_with_undecayed_keys(p):
     """(5.3) with (I + L)⁻¹ in the place of A."""
-    return exact.recompute_w_u_fwd(p.k, p.v, p.beta, exact.solve_tril(lower(p)), exact.decay(p.alpha).gamma)
+    return exact.recompute_w_u_fwd(p.k, p.v, p.beta, exact.solve_tril(lower(p.k, p.beta)), exact.decay(p.alpha).gamma)
 
 
 def undecayed_keys_are_wrong():

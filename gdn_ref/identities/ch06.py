@@ -6,7 +6,18 @@ import numpy as np
 import sympy as sp
 
 from .. import exact
-from .algebra import Identity, entries, equal, holds, identity, rational, scalars, strictly_lower, words
+from .algebra import (
+    Identity,
+    block_product,
+    entries,
+    equal,
+    holds,
+    identity,
+    rational,
+    scalars,
+    strictly_lower,
+    words,
+)
 
 L, = words("L")
 
@@ -56,11 +67,6 @@ def forward_substitution():
     equal((identity(12) + N) @ exact.forward_substitution(N, p.v), p.v, "Fractions, C=12")
     whole = exact.solve_tril(np.tril(np.arange(36).reshape(6, 6).astype(object), -1))
     holds(all(type(x) is int for x in whole.ravel()), "no division: integers in, integers out")
-
-
-def block_product(A, B):
-    """The product of two 2×2 block matrices in words."""
-    return [[sum(A[i][m] * B[m][j] for m in range(2)) for j in range(2)] for i in range(2)]
 
 
 def block_inverse():
