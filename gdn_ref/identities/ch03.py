@@ -88,7 +88,7 @@ def swapped_is_wrong():
     """Equal at C = 1, 2, because the product so far, I or H_1, is symmetric.  From C = 3 on it is not.
 
     With R = I − KᵀW so far, a right step gives R − βkᵀkR and a swapped one R − βkᵀkRᵀ: the new key meets the product
-    so far in reverse order.  At C = 3 that is H_2 H_1 − β_3 k_3ᵀk_3 H_1 H_2, which is no product of the H at all.
+    so far in reverse order.  At C = 3: H_2 H_1 − β_3 k_3ᵀk_3 H_1 H_2, neither H_3 H_2 H_1 nor H_1 H_2 H_3.
 
     The residual for any size is written as the seed writes: a token is a column, K, W [width, tokens], the product
     grows on the right, P = I − W Kᵀ.  The seed's new column is βk − K(Wᵀβk).
