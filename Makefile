@@ -25,8 +25,8 @@ $(RUN):
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(RUN)
-	@echo "installing into $(VENV): once, some minutes"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@echo "installing into $(VENV), once; some minutes, for torch is large"
+	@$(RUN) -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 book: $(STAMP)
