@@ -31,6 +31,7 @@ html_theme_options = {
 }
 html_context = {"default_mode": "auto"}  # else the theme reports an invalid mode on the first visit
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"  # else a browser asks for one in vain
 html_css_files = ["book.css"]
 html_copy_source = False
 html_show_search_summary = False  # it fetches pages, which a browser refuses for a site opened as files

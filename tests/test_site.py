@@ -1,12 +1,16 @@
 """The site as a reader sees it: every page, in light and in dark, in headless Chromium, without a network.
 
-Built from the committed outputs and opened as files, as `make book` says at its end.
+Built from the committed outputs, served on this machine, and opened as files too, as `make book` says at its end.
 Skipped, and says so, where there is no browser.
 """
 
+import contextlib
+import functools
+import http.server
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +47,25 @@ def site(tmp_path_factory):
     return folder
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """A file server that keeps its log to itself."""
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Where the site is served; a port that was free."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with contextlib.closing(server.socket):
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: the site's pages are not tested")
@@ -70,7 +93,7 @@ class Visit:
         self.page.wait_for_function(MATH_IS_SET, timeout=30_000)
 
     def note(self, request):
-        if not request.url.startswith(("file:", "data:", "blob:")):
+        if not request.url.startswith(("http://127.0.0.1:", "file:", "data:", "blob:")):
             self.outside.append(request.url)
 
     def __enter__(self):
@@ -90,9 +113,9 @@ def test_every_chapter_has_its_page(site):
 
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("name", PAGES)
-def test_page(site, browser, name, mode):
+def test_page(address, browser, name, mode):
     window = {"color_scheme": mode, "viewport": {"width": 1280, "height": 900}}
-    with Visit(browser, (site / f"{name}.html").as_uri(), **window) as visit:
+    with Visit(browser, f"{address}/{name}.html", **window) as visit:
         page = visit.page
         assert visit.complaints == []
         assert visit.outside == []
@@ -107,14 +130,14 @@ def test_page(site, browser, name, mode):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_fits_a_telephone(site, browser, name):
-    with Visit(browser, (site / f"{name}.html").as_uri(), viewport={"width": 390, "height": 844}) as visit:
+def test_page_fits_a_telephone(address, browser, name):
+    with Visit(browser, f"{address}/{name}.html", viewport={"width": 390, "height": 844}) as visit:
         assert visit.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 
 @pytest.mark.parametrize("name", PAGES[1:])
-def test_chapter_shows_its_figures_and_folds_its_answers(site, browser, name):
-    with Visit(browser, (site / f"{name}.html").as_uri()) as visit:
+def test_chapter_shows_its_figures_and_folds_its_answers(address, browser, name):
+    with Visit(browser, f"{address}/{name}.html") as visit:
         page = visit.page
         assert page.locator("article img").count() > 0
         assert page.locator("article details summary").count() > 0
@@ -123,18 +146,26 @@ def test_chapter_shows_its_figures_and_folds_its_answers(site, browser, name):
         assert page.locator("article details[open]").count() == 1
 
 
-def test_previous_and_next_lead_through_the_book(site, browser):
-    with Visit(browser, (site / "index.html").as_uri()) as visit:
+def test_previous_and_next_lead_through_the_book(address, browser):
+    with Visit(browser, f"{address}/index.html") as visit:
         for name in PAGES[1:]:
             visit.page.locator("a.right-next").click()
             assert visit.page.url.endswith(f"{name}.html")
         assert visit.complaints == []
 
 
-def test_search_finds_a_chapter(site, browser):
-    with Visit(browser, (site / "search.html").as_uri() + "?q=reflection") as visit:
+def test_search_finds_a_chapter(address, browser):
+    with Visit(browser, f"{address}/search.html?q=reflection") as visit:
         visit.page.wait_for_selector("#search-results li a", timeout=30_000)
         hits = visit.page.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
         assert any("02_geometry.html" in hit for hit in hits)
         assert visit.complaints == []
+        assert visit.outside == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_opened_as_a_file(site, browser, name):
+    with Visit(browser, (site / f"{name}.html").as_uri()) as visit:
+        assert visit.page.locator("mjx-merror").count() == 0
+        assert visit.page.evaluate(BROKEN_IMAGES) == []
         assert visit.outside == []
