@@ -1,0 +1,105 @@
+"""Which tokens each chunk holds: the bookkeeping of chunks, and nothing of the algebra.
+
+A chunk never crosses the end of a sequence. Its missing tokens are filled with inert ones (beta = 0, g = 0), which leave
+outputs and states as they are (chapter 11).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int = 64) -> Tensor:
+    """The chunks of packed sequences, in order: [NC, 2] of (sequence, chunk within the sequence).
+
+    cu_seqlens: [N+1], int32 or int64. A sequence of length 0 has no chunk. A fixed number of tensor operations whatever
+    N is; on a GPU it waits for the device once (the number of chunks is data), so that callers keep the result.
+    """
+    chunks = (cu_seqlens.diff().long() + chunk_size - 1) // chunk_size  # [N]
+    sequence = torch.repeat_interleave(torch.arange(len(chunks), device=chunks.device), chunks)  # [NC]
+    first = chunks.cumsum(0) - chunks
+    return torch.stack([sequence, torch.arange(len(sequence), device=chunks.device) - first[sequence]], 1)
+
+
+class Slots(NamedTuple):
+    """The token in every place of every chunk."""
+
+    token: Tensor  # [NC, C] index into T; a place past the end of its sequence repeats the sequence's last token
+    inside: Tensor  # [NC, C] whether the place holds a token of its own
+
+
+def chunk_slots(chunk_indices: Tensor, cu_seqlens: Tensor, chunk_size: int) -> Slots:
+    """Slots of the chunks listed in chunk_indices [NC, 2], in that order."""
+    sequence, chunk = chunk_indices.long().unbind(1)
+    start, end = cu_seqlens.long()[sequence, None], cu_seqlens.long()[sequence + 1, None]  # [NC, 1]
+    token = start + chunk[:, None] * chunk_size + torch.arange(chunk_size, device=start.device)  # [NC, C]
+    return Slots(torch.minimum(token, end - 1), token < end)
+
+
+def even_slots(T: int, chunk_size: int, device: torch.device) -> Slots:
+    """Slots of one sequence of T tokens."""
+    places = torch.arange(-(-T // chunk_size) * chunk_size, device=device).view(-1, chunk_size)  # [NT, C]
+    return Slots(places.clamp(max=max(T - 1, 0)), places < T)
+
+
+def slots_of(T: int, chunk_size: int, cu_seqlens: Tensor | None, chunk_indices: Tensor | None, device) -> Slots:
+    """Slots of [B, T] tokens, packed or not; chunk_indices is made where it is missing."""
+    if cu_seqlens is None:
+        return even_slots(T, chunk_size, device)
+    if chunk_indices is None:
+        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size)
+    return chunk_slots(chunk_indices.to(device), cu_seqlens.to(device), chunk_size)
+
+
+def to_chunks(x: Tensor, slots: Slots) -> Tensor:
+    """[B, T, ...] -> [B, NC, C, ...], zeros where a chunk has no token."""
+    inside = slots.inside.view(*slots.inside.shape, *[1] * (x.dim() - 2))
+    return torch.where(inside, x[:, slots.token], 0)
+
+
+def to_tokens(x: Tensor, slots: Slots, T: int) -> Tensor:
+    """[B, NC, C, ...] -> [B, T, ...], zeros where a token lies in no chunk."""
+    flat = x.new_zeros(x.shape[0], T, *x.shape[3:])
+    return flat.index_copy(1, slots.token[slots.inside], x[:, slots.inside])
+
+
+class Batch(NamedTuple):
+    """Sequences that go through the scan side by side, longest first."""
+
+    sequences: Tensor  # [n] their numbers
+    chunk_size: int
+    counts: list[int]  # step by step, how many of them still have a chunk
+    slots: Slots  # chunks in the order of the scan: all first chunks, all second chunks, ...
+
+
+def scan_batches(lengths: Tensor, starts: Tensor, chunk_size: int, most_tokens: int) -> list[Batch]:
+    """Cut packed sequences into batches of like lengths, of at most `most_tokens` places a step (one sequence at least).
+
+    lengths, starts: [N] on the CPU. Sequences of length 0 are left out. Short batches get short chunks, so that a
+    thousand one-token sequences cost a thousand places and not 64 thousand.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    order = order[lengths[order] > 0]
+    batches = []
+    while len(order):
+        size = fitting_chunk(chunk_size, int(lengths[order[0]]))
+        taken, order = order.split([n := min(len(order), max(1, most_tokens // size)), len(order) - n])
+        batches.append(_scan_batch(taken, lengths[taken], starts[taken], size))
+    return batches
+
+
+def _scan_batch(sequences: Tensor, lengths: Tensor, starts: Tensor, chunk_size: int) -> Batch:
+    chunks = (lengths + chunk_size - 1) // chunk_size  # [n], falling
+    step, row = (torch.arange(int(chunks[0]))[:, None] < chunks).nonzero(as_tuple=True)  # [NC] each
+    token = starts[row, None] + step[:, None] * chunk_size + torch.arange(chunk_size)  # [NC, C]
+    end = (starts + lengths)[row, None]
+    counts = torch.bincount(step).tolist()
+    return Batch(sequences, chunk_size, counts, Slots(torch.minimum(token, end - 1), token < end))
+
+
+def fitting_chunk(chunk_size: int, longest: int) -> int:
+    """The chunk size asked for, or the power of two that holds the longest sequence if that is smaller."""
+    return min(chunk_size, 1 << max(longest - 1, 0).bit_length())

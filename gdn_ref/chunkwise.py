@@ -1,0 +1,466 @@
+"""Chunkwise form in torch: the stages of the forward pass one by one, and the fused pass that the op runs.
+
+The stages take tokens as they arrive ([B,T,HV,...], packed or not) and read like the book:
+
+    chunk_local_cumsum -> chunk_scaled_dot_kkt_fwd -> solve_tril -> recompute_w_u_fwd -> chunk_states -> chunk_output
+
+The fused pass (prepare_chunks, scan_chunks) computes the same in fewer products: the factor W is never formed, since
+U - W S = A diag(beta) (V - diag(gamma) K S), and keys and queries stand in one matrix, so that K K^T and Q K^T, and
+later K S and Q S, are one product each. Autograd differentiates it; without gradients it writes into buffers that stay
+in the cache.
+
+Book: chapters 3 to 7.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .chunks import Slots, fitting_chunk, prepare_chunk_indices, scan_batches, slots_of, to_chunks, to_tokens
+from .gates import at_least_float32
+
+LOG2E = math.log2(math.e)
+# A decay below this is 0 in float32 (float64), so that anything smaller is the same reset; kept finite for the sums.
+SMALLEST_LOG_DECAY = {torch.float32: -128.0, torch.float64: -1024.0}
+# Chunks times heads that are prepared together: their temporaries should stay in the second-level cache.
+GROUP_ROWS = 64
+# Places (tokens times heads) that one step of the scan may hold, so that memory stays bounded for large batches.
+STEP_PLACES = 2**17
+
+
+# ---------------------------------------------------------------- equations on chunks: [..., C, K], [..., C, V], [..., C]
+
+
+def cumulative_decay(g: Tensor) -> Tensor:
+    """G_i = g_1 + ... + g_i in float64, natural log. [..., C] -> [..., C].
+
+    Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the sum is
+    kept in float64, and a decay that underflows counts as the reset that it is (7.5).
+    """
+    return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).cumsum(-1, dtype=torch.float64)
+
+
+def decay_matrix(G: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Gamma_ij = e^(G_i - G_j) at and below the diagonal, else 0. [..., C] -> [..., C, C]   (7.1)
+
+    The exponent is masked before exp, by index: a difference above the diagonal may overflow. The diagonal is the
+    constant 1, which keeps its (cancelling) share out of the gradient of g.
+    """
+    C = G.shape[-1]
+    above = torch.full((C, C), -math.inf, dtype=dtype, device=G.device).triu(1)
+    below = torch.ones(C, C, dtype=torch.bool, device=G.device).tril(-1)
+    exponent = torch.where(below, (G[..., :, None] - G[..., None, :]).to(dtype), above)
+    return torch.exp(exponent, out=out)  # (7.1)
+
+
+class UnitLowerInverse(torch.autograd.Function):
+    """(I + L)^-1 for L [M, C, C]; only what lies below the diagonal of L is read.
+
+    16 x 16 blocks by substitution, then pairs of blocks are joined until one is left (6.3), (6.4). No power of L is ever
+    formed: for repeated keys those reach 1e18 while the inverse stays near 1 (6.6), (6.7).
+    """
+
+    @staticmethod
+    def forward(ctx, L: Tensor) -> Tensor:
+        M, C, _ = L.shape
+        full = 1 << (C - 1).bit_length()  # blocks are joined in pairs, so up to a power of two
+        X = _join_blocks(F.pad(L, (0, full - C) * 2) if full > C else L, min(16, full))[:, :C, :C]
+        ctx.save_for_backward(X)
+        return X
+
+    @staticmethod
+    def backward(ctx, dX: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        return -(X.mT @ dX @ X.mT).tril(-1)  # d(X) = -X dL X
+
+
+def _join_blocks(L: Tensor, size: int) -> Tensor:
+    M, C, _ = L.shape
+    X = torch.zeros_like(L)
+    eye = torch.eye(size, dtype=L.dtype, device=L.device)
+    first = diagonal_blocks(L, size).reshape(-1, size, size)
+    first = torch.linalg.solve_triangular(first, eye, upper=False, unitriangular=True)  # (6.3)
+    diagonal_blocks(X, size).copy_(first.view(M, -1, size, size))
+    while size < C:
+        pairs, Ls = diagonal_blocks(X, 2 * size), diagonal_blocks(L, 2 * size)
+        above, below, corner = (
+            x.reshape(-1, size, size)
+            for x in (pairs[..., :size, :size], pairs[..., size:, size:], Ls[..., size:, :size])
+        )
+        joined = torch.bmm(torch.bmm(below, corner), above).neg_()  # -X22 L21 X11   (6.4)
+        pairs[..., size:, :size] = joined.view(M, -1, size, size)
+        size *= 2
+    return X
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """A view of the blocks along the diagonal: [M, C, C] -> [M, C/size, size, size]."""
+    n = x.shape[-1] // size
+    return x.unflatten(-1, (n, size)).unflatten(-3, (n, size)).diagonal(0, -4, -2).movedim(-1, -3)
+
+
+# ---------------------------------------------------------------------------------- the fused pass that the op runs
+
+
+class Buffers:
+    """Memory that is used again from chunk to chunk; None, that is fresh memory, where autograd needs every value."""
+
+    def __init__(self, reuse: bool, like: Tensor, dtype: torch.dtype):
+        self._reuse, self._like, self._dtype, self._kept = reuse, like, dtype, {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor | None:
+        if not self._reuse:
+            return None
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != shape:
+            kept = self._kept[name] = self._like.new_empty(shape, dtype=self._dtype)
+        return kept
+
+
+class Prepared(NamedTuple):
+    """What a group of chunks needs before its states are known; M = chunks * HV rows."""
+
+    keys_queries: Tensor  # [M, 2C, K] keys above queries
+    A: Tensor  # [M, C, C] (I + Gamma * L)^-1 diag(beta)
+    P: Tensor  # [M, C, C] Gamma * (Q K^T)
+    gamma: Tensor  # [M, C, 1] decay since the chunk's start
+    tail: Tensor  # [M, C, 1] decay up to the chunk's end
+
+
+def prepare_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, buffer: Buffers) -> Prepared:
+    """Everything that does not depend on the state, for all chunks of a group at once.
+
+    q, k: [m,C,H,K]; g (natural log), beta: [m,C,HV].
+    """
+    m, C, H, K = k.shape
+    R = g.shape[-1] // H
+    dtype = beta.dtype
+    heads = [x.to(dtype).transpose(1, 2)[:, :, None].expand(m, H, R, C, K) for x in (k, q)]
+    keys_queries = torch.cat(heads, -2, out=buffer("keys_queries", m, H, R, 2 * C, K))
+    shared = keys_queries[:, :, 0].flatten(0, 1)  # [m*H, 2C, K]
+    products = torch.bmm(shared, shared[:, :C].mT, out=buffer("products", m * H, 2 * C, C))
+    kk, qk = products.view(m, H, 1, 2 * C, C).split(C, -2)
+
+    G = cumulative_decay(g.transpose(1, 2)).view(m, H, R, C)
+    beta = beta.transpose(1, 2).reshape(m, H, R, C)
+    square = (m, H, R, C, C)
+    Gamma = decay_matrix(G, dtype, out=buffer("Gamma", *square))
+    L = torch.mul(kk, Gamma, out=buffer("L", *square))
+    L = torch.mul(L, beta[..., :, None], out=buffer("L", *square))
+    inverse = UnitLowerInverse.apply(L.view(-1, C, C)).view(square)  # (5.2)
+    A = torch.mul(inverse, beta[..., None, :], out=buffer("A", *square))  # (5.3)
+    P = torch.mul(qk, Gamma, out=buffer("P", *square))  # (5.5)
+    gamma, tail = G.to(dtype).exp(), (G[..., -1:] - G).to(dtype).exp()
+    return Prepared(*(x.flatten(0, 2) for x in (keys_queries, A, P, gamma[..., None], tail[..., None])))
+
+
+def scan_chunks(
+    chunks: Prepared, v: Tensor, state: Tensor, counts: list[int], scale: float, out: Tensor | None, buffer: Buffers
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
+
+    v: [m,C,HV,V]; state: [n*HV,K,V]; counts: sequences at each step, summing to m. Returns the outputs [count*HV,C,V] of
+    each step (written to out [m*HV,C,V] if given), the states of the sequences that ended, and the state of the others.
+    """
+    C, HV, V = v.shape[1:]
+    rows = [count * HV for count in counts]
+    targets = [None] * len(rows) if out is None else out.split(rows)
+    outputs, ended = [], []
+    for *step, v_step, o in zip(*(x.split(rows) for x in chunks), v.split(counts), targets):
+        n, keys_queries, A, P, gamma, tail = len(step[0]), *step
+        if n < len(state):
+            ended, state = [state[n:], *ended], state[:n]
+        read = torch.bmm(keys_queries, state, out=buffer("read", n, 2 * C, V))  # K S over Q S
+        values = v_step.transpose(1, 2).reshape(n, C, V).to(state.dtype)
+        miss = torch.addcmul(values, gamma, read[:, :C], value=-1, out=buffer("miss", n, C, V))
+        delta = torch.bmm(A, miss, out=buffer("delta", n, C, V))  # E = U - W S   (5.3), (5.4)
+        o = torch.mul(gamma, read[:, C:], out=o)
+        o = torch.baddbmm(o, P, delta, beta=scale, alpha=scale, out=None if targets[0] is None else o)  # (5.5)
+        late = torch.mul(tail, delta, out=buffer("delta", n, C, V))
+        state = torch.mul(gamma[:, -1:], state, out=buffer("state", n, *state.shape[1:]))
+        state = torch.baddbmm(state, keys_queries[:, :C].mT, late, out=buffer("state", *state.shape))  # (5.6)
+        outputs.append(o)
+    return outputs, ended, state
+
+
+def _run_batch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Chunks [NC,C,...] in the order of the scan and states [n,HV,K,V] -> outputs [NC,C,HV,V] and states."""
+    reuse = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)))
+    buffer = Buffers(reuse, v, state.dtype)
+    NC, C, HV, V = v.shape
+    out = buffer("out", NC * HV, C, V)
+    shape, state = state.shape, state.flatten(0, 1)
+    outputs, ended = [], []
+    for group in _groups(counts, HV):
+        m = sum(group)
+        (q_, q), (k_, k), (v_, v), (g_, g), (beta_, beta) = (x.split([m, len(x) - m]) for x in (q, k, v, g, beta))
+        target, out = (None, None) if out is None else out.split([m * HV, len(out) - m * HV])
+        o, done, state = scan_chunks(
+            prepare_chunks(q_, k_, g_, beta_, buffer), v_, state, group, scale, target, buffer
+        )
+        outputs, ended = outputs + o, done + ended
+    o = buffer("out", NC * HV, C, V) if reuse else torch.cat(outputs)
+    return o.view(NC, HV, C, V).transpose(1, 2), torch.cat([state, *ended]).view(shape)
+
+
+def _groups(counts: list[int], HV: int) -> list[list[int]]:
+    groups: list[list[int]] = [[]]
+    for count in counts:
+        if groups[-1] and (sum(groups[-1]) + count) * HV > GROUP_ROWS:
+            groups.append([])
+        groups[-1].append(count)
+    return groups
+
+
+def chunkwise_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """The whole forward pass, by chunks; the same meaning and arguments as recurrent_gated_delta_rule.
+
+    q, k: [B,T,H,K]; v: [B,T,HV,V], any floating dtype; g (natural log), beta: [B,T,HV] and initial_state [N,HV,K,V] in
+    the dtype of the arithmetic; cu_seqlens: [N+1] on the CPU for packed input (B = 1). Returns o [B,T,HV,V] in that
+    dtype and the states [N,HV,K,V]. Arguments are not checked here: see ops.py. Source: Gated Delta Networks
+    (arXiv 2412.06464) section 3.3, with Gamma for the mask of its output; book (5.3) to (5.6).
+    """
+    run = _run_dense if cu_seqlens is None else _run_packed
+    return run(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
+
+
+def _run_dense(q, k, v, g, beta, scale, state, _, chunk_size):
+    B, T, HV, V = v.shape
+    if not v.numel() or not T:
+        return torch.zeros_like(v, dtype=state.dtype), state.clone()
+    C = fitting_chunk(chunk_size, T)
+    NT = -(-T // C)
+    outputs, states = [], []
+    for rows in torch.arange(B).split(max(1, STEP_PLACES // (C * HV))):
+        b, here = len(rows), slice(int(rows[0]), int(rows[-1]) + 1)
+        parts = (_steps_first(x[here], NT, C) for x in (q, k, v, g, beta))
+        o, final = _run_batch(*parts, state[here], [b] * NT, scale)
+        outputs.append(o.reshape(NT, b, C, HV, V).transpose(0, 1).reshape(b, NT * C, HV, V)[:, :T])
+        states.append(final)
+    return torch.cat(outputs), torch.cat(states)
+
+
+def _steps_first(x: Tensor, NT: int, C: int) -> Tensor:
+    """[b, T, ...] -> [NT*b, C, ...]: the first chunk of every row, then the second; a view for b = 1 and whole chunks."""
+    missing = NT * C - x.shape[1]
+    x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
+    return x.unflatten(1, (NT, C)).transpose(0, 1).flatten(0, 1)
+
+
+def _run_packed(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size):
+    T, HV, V = v.shape[1:]
+    bounds = cu_seqlens.cpu().long()
+    batches = scan_batches(bounds.diff(), bounds[:-1], chunk_size, max(1, STEP_PLACES // HV))
+    if not batches or not v.numel():
+        return torch.zeros_like(v, dtype=state.dtype), state.clone()
+    token = torch.cat([batch.slots.token.flatten() for batch in batches]).to(v.device)
+    inside = torch.cat([batch.slots.inside.flatten() for batch in batches]).to(v.device)
+    q, k, v, g, beta = (x[0].index_select(0, token) for x in (q, k, v, g, beta))  # [places, ...]
+    g, beta = (torch.where(inside[:, None], x, 0) for x in (g, beta))
+    sizes = [batch.slots.token.numel() for batch in batches]
+    outputs, states = [], []
+    for batch, *parts in zip(batches, *(x.split(sizes) for x in (q, k, v, g, beta))):
+        parts = (x.unflatten(0, (-1, batch.chunk_size)) for x in parts)
+        o, final = _run_batch(*parts, state[batch.sequences.to(v.device)], batch.counts, scale)
+        outputs.append(o.flatten(0, 1))
+        states.append(final)
+    o = torch.cat(outputs).new_zeros(T, HV, V).index_copy(0, token[inside], torch.cat(outputs)[inside])
+    moved = torch.cat([batch.sequences for batch in batches]).to(v.device)
+    return o[None], state.index_copy(0, moved, torch.cat(states))
+
+
+# -------------------------------------------------------------------------------- the stages, one by one, on tokens
+
+
+def chunk_local_cumsum(
+    g: Tensor,
+    chunk_size: int = 64,
+    reverse: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_indices: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Cumulative sum of g within each chunk, times scale. [B,T,HV] -> [B,T,HV].
+
+    g: log decays; with scale = log2(e) the result is in log2, as the later stages read it. reverse sums from the chunk's
+    end. cu_seqlens: [N+1] for packed input (B = 1); chunk_indices: [NC,2], made from it where missing. The sum is taken
+    in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or float64 for
+    float64), where decays far apart in size lose what a float32 cannot hold.
+    """
+    dtype = at_least_float32(g.dtype)
+    slots = slots_of(g.shape[1], chunk_size, cu_seqlens, chunk_indices, g.device)
+    chunks = _head_chunks(g.to(dtype), slots)  # [B, NC, HV, C]
+    G = cumulative_decay(chunks.flip(-1)).flip(-1) if reverse else cumulative_decay(chunks)
+    return _tokens(G if scale is None else G * scale, slots, g.shape[1]).to(output_dtype or dtype)
+
+
+def chunk_scaled_dot_kkt_fwd(
+    k: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    output_dtype: torch.dtype | None = None,
+    chunk_indices: Tensor | None = None,
+) -> Tensor:
+    """Row i, column j < i of a chunk: beta_i 2^(g_i - g_j) k_i . k_j; zero elsewhere. -> [B,T,HV,C]   (5.2)
+
+    k: [B,T,H,K]; g: within-chunk cumulative log2 decays [B,T,HV] or None; beta: [B,T,HV]; C = chunk_size. One row of
+    the chunk's matrix a token, so that the block of a chunk is a [C, C] view.
+    """
+    if beta is None:
+        raise TypeError("beta: expected a tensor [B, T, HV], found None")
+    dtype = at_least_float32(k.dtype)
+    T, R = k.shape[1], beta.shape[2] // k.shape[2]
+    slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
+    keys = _head_chunks(k.to(dtype), slots)  # [B, NC, H, C, K]
+    products = (keys @ keys.mT).repeat_interleave(R, 2)  # [B, NC, HV, C, C]
+    L = (products * _head_chunks(beta.to(dtype), slots)[..., None]).tril(-1)
+    if g is not None:
+        L = L * decay_matrix(_natural(g, slots), dtype)
+    return _tokens(L, slots, T).to(output_dtype or dtype)
+
+
+def solve_tril(
+    A: Tensor,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(I + A)^-1 of every chunk's strictly lower block, [B,T,HV,C] -> [B,T,HV,C]   (6.3), (6.4)."""
+    dtype, (T, _, C) = at_least_float32(A.dtype), A.shape[1:]
+    slots = slots_of(T, C, cu_seqlens, chunk_indices, A.device)
+    blocks = _head_chunks(A.to(dtype), slots)  # [B, NC, HV, C, C]
+    inverse = UnitLowerInverse.apply(blocks.reshape(-1, C, C)).view(blocks.shape)
+    return _tokens(inverse, slots, T).to(output_dtype or dtype)
+
+
+class WU(NamedTuple):
+    w: Tensor  # [B,T,HV,K] effective keys
+    u: Tensor  # [B,T,HV,V] effective values
+
+
+def recompute_w_u_fwd(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    g: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+) -> WU:
+    """The WY factors of every chunk: w = A (beta 2^g k), u = A (beta v)   (5.3)
+
+    k: [B,T,H,K]; v: [B,T,HV,V]; beta: [B,T,HV]; A: inverted blocks [B,T,HV,C] from solve_tril, C the chunk size;
+    g: within-chunk cumulative log2 decays [B,T,HV], or None; cu_seqlens: [N+1] for packed input; chunk_indices: [NC,2],
+    derived from cu_seqlens when omitted. Returns (w [B,T,HV,K], u like v), w in k's dtype. Log2 is the meaning that
+    Megatron and fla-core from 0.5.1 give this name; earlier fla-core, vLLM and SGLang take natural logs.
+    """
+    dtype, (T, HV, C) = at_least_float32(A.dtype), A.shape[1:]
+    slots = slots_of(T, C, cu_seqlens, chunk_indices, k.device)
+    k_, v_, b_, A_ = (_head_chunks(x.to(dtype), slots) for x in (k, v, beta, A))
+    k_, b_ = k_.repeat_interleave(HV // k.shape[2], 2), b_[..., None]
+    gamma = 1 if g is None else _natural(g, slots).to(dtype).exp()[..., None]
+    w, u = A_ @ (b_ * gamma * k_), A_ @ (b_ * v_)  # (5.3)
+    return WU(_tokens(w, slots, T).to(k.dtype), _tokens(u, slots, T).to(v.dtype))
+
+
+class ChunkStates(NamedTuple):
+    h: Tensor  # [B,NC,HV,K,V] the state at the start of every chunk
+    delta: Tensor  # [B,T,HV,V] E = U - W S, what each token writes
+    final_state: Tensor  # [N,HV,K,V]
+
+
+def chunk_states(
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    g: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ChunkStates:
+    """From chunk to chunk: E = U - W S, then S <- gamma_C S + (diag(gamma_C / gamma) K)^T E   (5.4), (5.6)
+
+    k: [B,T,H,K]; w: [B,T,HV,K]; u: [B,T,HV,V]; g: within-chunk cumulative log2 decays [B,T,HV] or None;
+    initial_state: [N,HV,K,V] or None.
+    """
+    dtype, (B, T, HV, V), K = at_least_float32(w.dtype), u.shape, k.shape[-1]
+    if cu_seqlens is not None and chunk_indices is None:
+        chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size)
+    slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
+    k, w, u = (_head_chunks(x.to(dtype), slots) for x in (k.repeat_interleave(HV // k.shape[2], 2), w, u))
+    NC = k.shape[1]
+    G = k.new_zeros(k.shape[:-1]) if g is None else _natural(g, slots)  # [B, NC, HV, C]
+    late = (G[..., -1:] - G).to(dtype).exp()[..., None] * k  # diag(gamma_C / gamma) K
+    gamma_C = G[..., -1:].to(dtype).exp()[..., None]
+    owner = [[b] * NC for b in range(B)] if cu_seqlens is None else [chunk_indices[:, 0].tolist()]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    S = list((k.new_zeros(N, HV, K, V) if initial_state is None else initial_state.to(dtype)).unbind(0))
+    h, delta = [k.new_zeros(0, HV, K, V)], [u.new_zeros(0, HV, slots.token.shape[1], V)]
+    for b, c in ((b, c) for b in range(B) for c in range(NC)):
+        n = owner[b][c]
+        h.append(S[n][None])
+        delta.append((u[b, c] - w[b, c] @ S[n])[None])  # (5.4)
+        S[n] = gamma_C[b, c] * S[n] + late[b, c].mT @ delta[-1][0]  # (5.6)
+    h, delta = (torch.cat(x).unflatten(0, (B, NC)) for x in (h, delta))
+    return ChunkStates(h, _tokens(delta, slots, T), torch.stack(S))
+
+
+def chunk_output(
+    q: Tensor,
+    k: Tensor,
+    delta: Tensor,
+    h: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_size: int = 64,
+) -> Tensor:
+    """O = scale (diag(gamma) Q S + (Q K^T * Gamma) E) of every chunk. -> [B,T,HV,V]   (5.5)
+
+    q, k: [B,T,H,K]; delta: [B,T,HV,V] and h: [B,NC,HV,K,V] from chunk_states; g: within-chunk cumulative log2 decays or
+    None; scale: K^-1/2 if None.
+    """
+    dtype, (T, HV) = h.dtype, delta.shape[1:3]
+    slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = (_head_chunks(x.to(dtype), slots).repeat_interleave(HV // k.shape[2], 2) for x in (q, k))
+    G = k.new_zeros(k.shape[:-1]) if g is None else _natural(g, slots)
+    scores = (q @ k.mT) * decay_matrix(G, dtype)
+    o = G.to(dtype).exp()[..., None] * (q @ h) + scores @ _head_chunks(delta.to(dtype), slots)  # (5.5)
+    return _tokens(o * scale, slots, T)
+
+
+def _head_chunks(x: Tensor, slots: Slots) -> Tensor:
+    return to_chunks(x, slots).transpose(2, 3)  # [B, T, HV, ...] -> [B, NC, HV, C, ...]
+
+
+def _tokens(x: Tensor, slots: Slots, T: int) -> Tensor:
+    return to_tokens(x.transpose(2, 3), slots, T)  # [B, NC, HV, C, ...] -> [B, T, HV, ...]
+
+
+def _natural(g: Tensor, slots: Slots) -> Tensor:
+    # Missing tokens repeat the last real one, so that the last column is the whole decay of a short chunk too.
+    return g[:, slots.token].transpose(2, 3).double() / LOG2E  # (7.2)   [B, NC, HV, C]

@@ -1,0 +1,64 @@
+"""Raw gates and the L2 norm: what turns a layer's projections into the inputs of the recurrence.
+
+Book: chapter 2 for the norm (2.5), chapter 7 for the gates (7.6).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_EPS = 1e-6
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """Scale every vector of the last axis to a length just below 1 (2.5).
+
+    x: [..., K], any floating dtype. Returns the same shape and dtype; the sum is taken in float32 or wider.
+    eps = 1e-6 stands inside the root, as in flash-linear-attention and transformers, in every path of this package.
+    A row of zeros stays zero and has a finite gradient.
+    """
+    wide = x.to(at_least_float32(x.dtype))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)  # (2.5)
+
+
+def raw_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both gates of the layer from their raw projections (7.6).
+
+    a, b: [..., HV]; A_log, dt_bias: [HV]. Returns g (natural-log decay, g <= 0) and beta (in [0, 1]), both [..., HV],
+    in float32 (float64 if an input is).
+    """
+    return log_decay(a, A_log, dt_bias), write_strength(b)
+
+
+def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """g = -exp(A_log) * softplus(a + dt_bias), never NaN and never positive (7.6).
+
+    a: [..., HV]; A_log, dt_bias: [HV]. Returns the natural-log decay [..., HV] in float32 (float64 if an input is).
+    """
+    dtype = at_least_float32(a.dtype, A_log.dtype)
+    x = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
+    # The rate stays finite, so that rate * 0 is 0 and not NaN when softplus underflows.
+    rate = A_log.to(dtype).clamp(max=largest_exponent(dtype)).exp()
+    # -logsigmoid(-x) is softplus(x) without the switch to a straight line that F.softplus makes at 20.
+    return rate * F.logsigmoid(-x)  # (7.6)
+
+
+def write_strength(b: Tensor, allow_neg_eigval: bool = False) -> Tensor:
+    """beta = sigmoid(b), or 2 * sigmoid(b) where negative eigenvalues of I - beta k^T k are wanted (7.6), (2.2).
+
+    b: [..., HV]. Returns [..., HV] in float32 (float64 for float64): rounding beta to bfloat16 costs 2e-3 in the state.
+    """
+    beta = torch.sigmoid(b.to(at_least_float32(b.dtype)))  # (7.6)
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
+    """float64 if one of the dtypes is float64, else float32: the dtype that gates, decays and states are kept in."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """The largest x whose exp(x) is finite in this dtype, a little rounded down."""
+    return 709.0 if dtype == torch.float64 else 88.0
