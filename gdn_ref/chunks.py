@@ -1,7 +1,7 @@
 """Which tokens each chunk holds: the bookkeeping of chunks, and nothing of the algebra.
 
-A chunk never crosses the end of a sequence. Its missing tokens are filled with inert ones (beta = 0, g = 0), which leave
-outputs and states as they are (chapter 11).
+A chunk never crosses the end of a sequence. Its missing tokens are filled with inert ones (beta = 0, g = 0), which
+leave outputs and states as they are (chapter 11).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int = 64) -> Tensor:
     """The chunks of packed sequences, in order: [NC, 2] of (sequence, chunk within the sequence).
 
-    cu_seqlens: [N+1], int32 or int64. A sequence of length 0 has no chunk. A fixed number of tensor operations whatever
-    N is; on a GPU it waits for the device once (the number of chunks is data), so that callers keep the result.
+    cu_seqlens: [N+1], int32 or int64. A sequence of length 0 has no chunk. A fixed number of tensor operations
+    whatever N is; on a GPU it waits for the device once (the number of chunks is data), so that callers keep the
+    result.
     """
     chunks = (cu_seqlens.diff().long() + chunk_size - 1) // chunk_size  # [N]
     sequence = torch.repeat_interleave(torch.arange(len(chunks), device=chunks.device), chunks)  # [NC]
@@ -76,7 +77,8 @@ class Batch(NamedTuple):
 
 
 def scan_batches(lengths: Tensor, starts: Tensor, chunk_size: int, most_tokens: int) -> list[Batch]:
-    """Cut packed sequences into batches of like lengths, of at most `most_tokens` places a step (one sequence at least).
+    """Cut packed sequences into batches of like lengths, of at most `most_tokens` places a step (one sequence at
+    least).
 
     lengths, starts: [N] on the CPU. Sequences of length 0 are left out. Short batches get short chunks, so that a
     thousand one-token sequences cost a thousand places and not 64 thousand.

@@ -6,8 +6,8 @@ The stages take tokens as they arrive ([B,T,HV,...], packed or not) and read lik
 
 The fused pass (prepare_chunks, scan_chunks) computes the same in fewer products: the factor W is never formed, since
 U - W S = A diag(beta) (V - diag(gamma) K S), and keys and queries stand in one matrix, so that K K^T and Q K^T, and
-later K S and Q S, are one product each. Autograd differentiates it; without gradients it writes into buffers that stay
-in the cache.
+later K S and Q S, are one product each. Autograd differentiates it; without gradients it writes into buffers that
+stay in the cache.
 
 Book: chapters 3 to 7.
 """
@@ -33,14 +33,15 @@ GROUP_ROWS = 64
 STEP_PLACES = 2**17
 
 
-# ---------------------------------------------------------------- equations on chunks: [..., C, K], [..., C, V], [..., C]
+# ---------------------------------------------------------------- equations on chunks: [..., C, K], [..., C, V],
+# [..., C]
 
 
 def cumulative_decay(g: Tensor) -> Tensor:
     """G_i = g_1 + ... + g_i in float64, natural log. [..., C] -> [..., C].
 
-    Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the sum is
-    kept in float64, and a decay that underflows counts as the reset that it is (7.5).
+    Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the
+    sum is kept in float64, and a decay that underflows counts as the reset that it is (7.5).
     """
     return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).cumsum(-1, dtype=torch.float64)
 
@@ -61,7 +62,8 @@ def decay_matrix(G: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Te
 class UnitLowerInverse(torch.autograd.Function):
     """(I + L)^-1 for L [M, C, C]; only what lies below the diagonal of L is read.
 
-    16 x 16 blocks by substitution, then pairs of blocks are joined until one is left (6.3), (6.4). No power of L is ever
+    16 x 16 blocks by substitution, then pairs of blocks are joined until one is left (6.3), (6.4). No power of L is
+    ever
     formed: for repeated keys those reach 1e18 while the inverse stays near 1 (6.6), (6.7).
     """
 
@@ -164,14 +166,15 @@ def scan_chunks(
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
 
-    v: [m,C,HV,V]; state: [n*HV,K,V]; counts: sequences at each step, summing to m. Returns the outputs [count*HV,C,V] of
-    each step (written to out [m*HV,C,V] if given), the states of the sequences that ended, and the state of the others.
+    v: [m,C,HV,V]; state: [n*HV,K,V]; counts: sequences at each step, summing to m. Returns the outputs
+    [count*HV,C,V] of each step (written to out [m*HV,C,V] if given), the states of the sequences that ended, and the
+    state of the others.
     """
     C, HV, V = v.shape[1:]
     rows = [count * HV for count in counts]
     targets = [None] * len(rows) if out is None else out.split(rows)
     outputs, ended = [], []
-    for *step, v_step, o in zip(*(x.split(rows) for x in chunks), v.split(counts), targets):
+    for *step, v_step, o in zip(*(x.split(rows) for x in chunks), v.split(counts), targets, strict=True):
         n, keys_queries, A, P, gamma, tail = len(step[0]), *step
         if n < len(state):
             ended, state = [state[n:], *ended], state[:n]
@@ -232,9 +235,9 @@ def chunkwise_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The whole forward pass, by chunks; the same meaning and arguments as recurrent_gated_delta_rule.
 
-    q, k: [B,T,H,K]; v: [B,T,HV,V], any floating dtype; g (natural log), beta: [B,T,HV] and initial_state [N,HV,K,V] in
-    the dtype of the arithmetic; cu_seqlens: [N+1] on the CPU for packed input (B = 1). Returns o [B,T,HV,V] in that
-    dtype and the states [N,HV,K,V]. Arguments are not checked here: see ops.py. Source: Gated Delta Networks
+    q, k: [B,T,H,K]; v: [B,T,HV,V], any floating dtype; g (natural log), beta: [B,T,HV] and initial_state [N,HV,K,V]
+    in the dtype of the arithmetic; cu_seqlens: [N+1] on the CPU for packed input (B = 1). Returns o [B,T,HV,V] in
+    that dtype and the states [N,HV,K,V]. Arguments are not checked here: see ops.py. Source: Gated Delta Networks
     (arXiv 2412.06464) section 3.3, with Gamma for the mask of its output; book (5.3) to (5.6).
     """
     run = _run_dense if cu_seqlens is None else _run_packed
@@ -258,7 +261,7 @@ def _run_dense(q, k, v, g, beta, scale, state, _, chunk_size):
 
 
 def _steps_first(x: Tensor, NT: int, C: int) -> Tensor:
-    """[b, T, ...] -> [NT*b, C, ...]: the first chunk of every row, then the second; a view for b = 1 and whole chunks."""
+    """[b, T, ...] -> [NT*b, C, ...]: all first chunks, then all second ones; a view for b = 1, whole chunks."""
     missing = NT * C - x.shape[1]
     x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
     return x.unflatten(1, (NT, C)).transpose(0, 1).flatten(0, 1)
@@ -276,7 +279,7 @@ def _run_packed(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size):
     g, beta = (torch.where(inside[:, None], x, 0) for x in (g, beta))
     sizes = [batch.slots.token.numel() for batch in batches]
     outputs, states = [], []
-    for batch, *parts in zip(batches, *(x.split(sizes) for x in (q, k, v, g, beta))):
+    for batch, *parts in zip(batches, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
         parts = (x.unflatten(0, (-1, batch.chunk_size)) for x in parts)
         o, final = _run_batch(*parts, state[batch.sequences.to(v.device)], batch.counts, scale)
         outputs.append(o.flatten(0, 1))
@@ -301,10 +304,10 @@ def chunk_local_cumsum(
 ) -> Tensor:
     """Cumulative sum of g within each chunk, times scale. [B,T,HV] -> [B,T,HV].
 
-    g: log decays; with scale = log2(e) the result is in log2, as the later stages read it. reverse sums from the chunk's
-    end. cu_seqlens: [N+1] for packed input (B = 1); chunk_indices: [NC,2], made from it where missing. The sum is taken
-    in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or float64 for
-    float64), where decays far apart in size lose what a float32 cannot hold.
+    g: log decays; with scale = log2(e) the result is in log2, as the later stages read it. reverse sums from
+    the chunk's end. cu_seqlens: [N+1] for packed input (B = 1); chunk_indices: [NC,2], made from it where missing. The sum is
+    taken in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or
+    float64 for float64), where decays far apart in size lose what a float32 cannot hold.
     """
     dtype = at_least_float32(g.dtype)
     slots = slots_of(g.shape[1], chunk_size, cu_seqlens, chunk_indices, g.device)
@@ -371,9 +374,9 @@ def recompute_w_u_fwd(
     """The WY factors of every chunk: w = A (beta 2^g k), u = A (beta v)   (5.3)
 
     k: [B,T,H,K]; v: [B,T,HV,V]; beta: [B,T,HV]; A: inverted blocks [B,T,HV,C] from solve_tril, C the chunk size;
-    g: within-chunk cumulative log2 decays [B,T,HV], or None; cu_seqlens: [N+1] for packed input; chunk_indices: [NC,2],
-    derived from cu_seqlens when omitted. Returns (w [B,T,HV,K], u like v), w in k's dtype. Log2 is the meaning that
-    Megatron and fla-core from 0.5.1 give this name; earlier fla-core, vLLM and SGLang take natural logs.
+    g: within-chunk cumulative log2 decays [B,T,HV], or None; cu_seqlens: [N+1] for packed input; chunk_indices:
+    [NC,2], derived from cu_seqlens when omitted. Returns (w [B,T,HV,K], u like v), w in k's dtype. Log2 is the
+    meaning that Megatron and fla-core from 0.5.1 give this name; earlier fla-core, vLLM and SGLang take natural logs.
     """
     dtype, (T, HV, C) = at_least_float32(A.dtype), A.shape[1:]
     slots = slots_of(T, C, cu_seqlens, chunk_indices, k.device)
@@ -440,8 +443,8 @@ def chunk_output(
 ) -> Tensor:
     """O = scale (diag(gamma) Q S + (Q K^T * Gamma) E) of every chunk. -> [B,T,HV,V]   (5.5)
 
-    q, k: [B,T,H,K]; delta: [B,T,HV,V] and h: [B,NC,HV,K,V] from chunk_states; g: within-chunk cumulative log2 decays or
-    None; scale: K^-1/2 if None.
+    q, k: [B,T,H,K]; delta: [B,T,HV,V] and h: [B,NC,HV,K,V] from chunk_states; g: within-chunk cumulative log2 decays
+    or None; scale: K^-1/2 if None.
     """
     dtype, (T, HV) = h.dtype, delta.shape[1:3]
     slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)

@@ -6,6 +6,7 @@ Book: chapter 1.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def recurrent_gated_delta_rule(
     bounds = cu_seqlens.tolist()
     runs = [
         _run(*(x[:, start:end] for x in (q, k, v, g, beta)), initial_state[n : n + 1])
-        for n, (start, end) in enumerate(zip(bounds, bounds[1:]))
+        for n, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
     beyond = v.new_zeros(1, v.shape[1] - bounds[-1], *v.shape[2:])
     return Step(torch.cat([run.o for run in runs] + [beyond], 1), torch.cat([run.state for run in runs]))
@@ -65,7 +66,7 @@ def recurrent_gated_delta_rule(
 
 def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Step:
     outputs = []
-    for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta))):
+    for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
         o, state = recurrent_step(*token, state)
         outputs.append(o)
     return Step(torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state)

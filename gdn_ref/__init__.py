@@ -1,0 +1,35 @@
+"""gdn_ref: the reference for Gated DeltaNet. Proved in the book, exact over rationals, run in torch."""
+
+from .arguments import BACKENDS
+from .chunks import prepare_chunk_indices
+from .chunkwise import chunk_local_cumsum, chunk_scaled_dot_kkt_fwd, recompute_w_u_fwd, solve_tril
+from .gates import l2norm
+from .layer import GatedDeltaNet
+from .ops import (
+    Backend,
+    BackendNotice,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    which_backend,
+)
+from .serving import gdn_extend_chunkwise, gdn_extend_chunkwise_torch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "BackendNotice",
+    "GatedDeltaNet",
+    "chunk_gated_delta_rule",
+    "chunk_local_cumsum",
+    "chunk_scaled_dot_kkt_fwd",
+    "fused_recurrent_gated_delta_rule",
+    "gdn_extend_chunkwise",
+    "gdn_extend_chunkwise_torch",
+    "l2norm",
+    "prepare_chunk_indices",
+    "recompute_w_u_fwd",
+    "solve_tril",
+    "which_backend",
+]

@@ -1,0 +1,183 @@
+"""The public functions: check the arguments, choose a backend, run it.
+
+Names and keywords are those of flash-linear-attention, so that its users and transformers can drop these in.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import check_backend, check_delta_rule, compute_dtype
+from .chunkwise import chunkwise_gated_delta_rule
+from .gates import l2norm, log_decay, write_strength
+from .recurrent import recurrent_gated_delta_rule
+
+
+class Backend(NamedTuple):
+    name: str  # "torch" or "recurrent"
+    reason: str  # why this one serves
+
+
+class BackendNotice(UserWarning):
+    """Said once when a backend serves that the caller may not expect. GDN_REF_STRICT=1 makes it an error."""
+
+
+def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False) -> Backend:
+    """Which backend serves a call on x's device, and why.
+
+    backend: what the call asks for, "auto", "triton", "torch" or "recurrent". decode: ask for
+    fused_recurrent_gated_delta_rule instead of chunk_gated_delta_rule. Raises ValueError on another name and
+    RuntimeError where the backend asked for cannot serve.
+    """
+    check_backend(backend)
+    if backend == "triton":
+        raise RuntimeError("backend 'triton' cannot serve: this version of gdn_ref has no Triton kernels; use 'torch'")
+    if backend != "auto":
+        return Backend(backend, "asked for by name")
+    name = "recurrent" if decode else "torch"
+    if x.device.type == "cpu":
+        return Backend(name, f"'auto' on a CPU tensor: PyTorch, {'token by token' if decode else 'by chunks'}")
+    reason = f"'auto' on {x.device}: this version of gdn_ref has no Triton kernels, so PyTorch serves, slower"
+    return Backend(name, reason)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet over whole sequences, by chunks: training and prefill.
+
+    S_t = e^g_t (I - beta_t k_t^T k_t) S_{t-1} + beta_t k_t^T v_t,   o_t = scale * q_t S_t.
+
+    Arguments beyond beta are best given by name.
+
+    q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head h reads with key head h // (HV // H). Any
+    mix of
+        bfloat16, float16, float32, float64; any strides; T may be 0.
+    g: [B, T, HV], natural-log decay, g <= 0; -inf forgets everything before the token, None decays nothing. With
+        use_gate_in_kernel it is the raw gate a, and g = -exp(A_log) * softplus(a + dt_bias) (A_log, dt_bias: [HV]).
+    beta: [B, T, HV], write strength; None is 1. With use_beta_sigmoid_in_kernel it is the raw gate b and
+        beta = sigmoid(b), doubled by allow_neg_eigval. beta * |k|^2 must stay below 2 or the recurrence itself
+        diverges: normalise the keys, here by use_qk_l2norm_in_kernel (x * rsqrt(sum x^2 + 1e-6) on q and k).
+    scale: Python number; K**-0.5 if None.
+    initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; zeros if None; never modified.
+    cu_seqlens: [N + 1] int32 or int64, boundaries of N sequences packed into one row (B = 1), on the CPU to save a
+    wait
+        for the device. Tokens beyond the last boundary give 0.
+    chunk_size: tokens a chunk, 1 to 256; it changes rounding and speed, not the result.
+    backend: "auto", "triton", "torch" or "recurrent" (token by token, the definition); see which_backend.
+
+    Returns (o [B, T, HV, V] in v's dtype, final state like initial_state in float32, or float64 for float64 q, k or
+    v; None unless output_final_state). Differentiable in every floating input. There is no mask: pad a plain batch
+    with beta = 0 and g = 0.
+
+    Raises ValueError or TypeError, naming the argument, before anything is computed; RuntimeError if the backend
+    asked for cannot serve.
+
+    Source: Gated Delta Networks (arXiv 2412.06464), section 3; book (1.1), (5.3) to (5.6).
+    """
+    check_backend(backend)
+    sizes = check_delta_rule(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, chunk_size=chunk_size,
+    )  # fmt: skip
+    chosen = _announce(which_backend(q, backend), q)
+    dtype = compute_dtype(q, k, v)
+    if use_gate_in_kernel:
+        g = log_decay(g, A_log, dt_bias)
+    if use_beta_sigmoid_in_kernel:
+        beta = write_strength(beta, allow_neg_eigval)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
+    g, beta = (_filled(x, value, v, dtype) for x, value in ((g, 0), (beta, 1)))
+    scale = sizes.K**-0.5 if scale is None else scale
+    state = _state_in(initial_state, sizes, state_v_first, q, dtype)
+    if chosen.name == "recurrent":
+        q, k, v_wide = (x.to(dtype) for x in (q, k, v))
+        bounds = None if cu_seqlens is None else cu_seqlens.cpu()
+        o, final = recurrent_gated_delta_rule(q, k, v_wide, g, beta, scale, state, bounds)
+    else:
+        o, final = chunkwise_gated_delta_rule(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
+    final = final.transpose(-1, -2) if state_v_first else final
+    return o.to(v.dtype), final.contiguous() if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated DeltaNet token by token: decoding, and the definition itself.
+
+    Arguments, results and errors are those of chunk_gated_delta_rule, with everything beyond g by name; "auto" runs
+    the token recurrence. Training through it keeps a state a token (it warns where that is much): train by chunks.
+
+    Source: Gated Delta Networks (arXiv 2412.06464), equation 10; book (1.1).
+    """
+    chosen = _announce(which_backend(q, backend, decode=True), q).name if isinstance(q, Tensor) else "recurrent"
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+        dt_bias=dt_bias, backend=chosen,
+    )  # fmt: skip
+
+
+def _announce(chosen: Backend, x: Tensor) -> Backend:
+    if x.device.type != "cpu" and chosen.reason.startswith("'auto'"):
+        if os.environ.get("GDN_REF_STRICT") == "1":
+            raise RuntimeError(f"GDN_REF_STRICT=1 and {chosen.reason}")
+        if not _announced:
+            _announced.append(chosen)
+            warnings.warn(chosen.reason, BackendNotice, stacklevel=3)
+    return chosen
+
+
+_announced: list[Backend] = []
+
+
+def _filled(x: Tensor | None, value: float, v: Tensor, dtype: torch.dtype) -> Tensor:
+    return v.new_full(v.shape[:3], value, dtype=dtype) if x is None else x.to(dtype)
+
+
+def _state_in(state: Tensor | None, sizes, v_first: bool, q: Tensor, dtype: torch.dtype) -> Tensor:
+    if state is None:
+        return q.new_zeros(sizes.N, sizes.HV, sizes.K, sizes.V, dtype=dtype)
+    return (state.transpose(-1, -2) if v_first else state).to(dtype)
