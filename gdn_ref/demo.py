@@ -176,7 +176,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
+    return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98), fused=True)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, lr: float) -> float:

@@ -12,13 +12,13 @@ step-size initialisation is Mamba-2's (Dao and Gu, 2024).  Chapter 13.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import FLOATS, INTEGERS, check_cu_seqlens, check_tensor
 from .ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
@@ -51,7 +51,7 @@ def short_convolution(
     """Causal depthwise convolution: y_t = Σ_j weight[W−1−j] ⊙ x_{t−j}, j = 0 … W−1, inside each sequence.
 
     x [B,T,D]; weight [W,D]; history [N,W−1,D], the inputs before the first token of each sequence (None: zeros);
-    cu_seqlens [N+1] int64 when sequences are packed along T with B = 1, else N = B.
+    cu_seqlens [N+1], int32 or int64, when sequences are packed along T with B = 1; else N = B.
     Returns y [B,T,D] and the history after the last token of each sequence, [N,W−1,D].  Differentiable.
     """
     B, T, D = x.shape
@@ -60,8 +60,8 @@ def short_convolution(
         history = x.new_zeros(N, W - 1, D)
     if cu_seqlens is None:
         stream = torch.cat([history, x], dim=1)                 # [B, W−1+T, D]
-        return _taps(stream, weight), stream[:, T:]
-    stream, token_rows, last_rows = _spread(x, history, cu_seqlens)
+        return _taps(stream, weight), stream[:, T:].clone()     # a view would keep all of the stream alive
+    stream, token_rows, last_rows = _spread(x, history, cu_seqlens.to(x.device, torch.int64))
     return _taps(stream, weight)[:, token_rows - (W - 1)], stream[0, last_rows]
 
 
@@ -152,7 +152,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, *, attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | Sequence[int] | None = None, output_cache: bool = False,
+        cu_seqlens: Tensor | None = None, output_cache: bool = False,
     ) -> tuple[Tensor, LayerCache | None]:
         """x [B,T,d_model] to y [B,T,d_model], and the cache after the last token if ``output_cache``, else None.
 
@@ -164,7 +164,7 @@ class GatedDeltaNet(nn.Module):
         With ``output_cache`` the last token of each row must be a real one.
         Raises ValueError or TypeError naming the argument, what was found and what was expected.
         """
-        cu_seqlens, mask = self._check(x, cache, attention_mask, cu_seqlens, output_cache)
+        mask = self._check(x, cache, attention_mask, cu_seqlens, output_cache)
         conv, state = (None, None) if cache is None else cache
         inputs, z, conv = self.rule_inputs(x, conv, mask, cu_seqlens)
         o, state = self.apply_rule(inputs, state, cu_seqlens, output_cache)
@@ -201,22 +201,20 @@ class GatedDeltaNet(nn.Module):
         return chunk_gated_delta_rule(q, k, v, a, b, chunk_size=self.chunk_size, **options)
 
     def _check(self, x, cache, attention_mask, cu_seqlens, output_cache):
-        """The arguments that are used before the rule's own checks.  Returns cu_seqlens and mask, ready for use."""
-        if x.dim() != 3 or x.shape[-1] != self.d_model:
-            raise ValueError(f"x: found shape {tuple(x.shape)}, expected [B, T, {self.d_model}]")
-        if cu_seqlens is not None:
-            cu_seqlens, attention_mask = _bounds(cu_seqlens, x), None
-        N = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-        if cache is not None and (found := tuple(cache.conv.shape)) != (N, len(self.conv_weight) - 1, self.mixed):
-            raise ValueError(f"cache: found conv {found}, expected ({N}, {len(self.conv_weight) - 1}, {self.mixed})")
-        if attention_mask is None:
-            return cu_seqlens, None
-        if attention_mask.shape != x.shape[:2]:
-            raise ValueError(f"attention_mask: found {tuple(attention_mask.shape)}, expected {tuple(x.shape[:2])}")
+        """What is used before the rule's own checks, or is not its argument.  Returns the mask [B,T] bool, or None."""
+        check_tensor("x", x, FLOATS, {"B": None, "T": None, "d_model": self.d_model})
+        (B, T, _), gap = x.shape, len(self.conv_weight) - 1
+        N = check_cu_seqlens(cu_seqlens, T, B)
+        if cache is not None:
+            check_tensor("cache.conv", cache.conv, FLOATS, {"N": N, "conv_size - 1": gap, "D": self.mixed})
+            check_tensor("cache.state", cache.state, FLOATS, {"N": N, "HV": self.HV, "K": self.K, "V": self.V})
+        if cu_seqlens is not None or attention_mask is None:
+            return None
+        check_tensor("attention_mask", attention_mask, (torch.bool, *INTEGERS, *FLOATS), {"B": B, "T": T})
         mask = attention_mask.bool()
-        if output_cache and x.shape[1] and not mask[:, -1].all():
+        if output_cache and T and not mask[:, -1].all():
             raise ValueError("attention_mask: found a pad at the end of a row, expected left padding for a cache")
-        return cu_seqlens, mask
+        return mask
 
 
 def _inert(inputs: RuleInputs, pads: Tensor) -> RuleInputs:
@@ -227,14 +225,6 @@ def _inert(inputs: RuleInputs, pads: Tensor) -> RuleInputs:
         inputs.q, inputs.k.masked_fill(head, 0), inputs.v.masked_fill(head, 0),
         inputs.a.masked_fill(token, closed), inputs.b.masked_fill(token, closed),
     )
-
-
-def _bounds(cu_seqlens, x):
-    """cu_seqlens as int64 on x's device, for x [1,T,d_model]; what the convolution would trip over is refused here."""
-    cu_seqlens = torch.as_tensor(cu_seqlens, device=x.device)
-    if len(x) != 1:
-        raise ValueError(f"x: found a batch of {len(x)} together with cu_seqlens, expected B = 1 (packed along T)")
-    return cu_seqlens.long()
 
 
 def _check_sizes(**sizes):

@@ -189,12 +189,11 @@ def test_packed_equals_separate_runs(lengths, shape):
             assert not outside.any()
 
 
-@pytest.mark.parametrize("kind", ["int32", "int64", "list"])
-def test_kinds_of_cu_seqlens(kind):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_dtypes_of_cu_seqlens(dtype):
     """V04."""
     layer, x = make_layer(), make_x(B=1, T=9)
-    cu = [0, 4, 9] if kind == "list" else torch.tensor([0, 4, 9], dtype=getattr(torch, kind))
-    y, _ = layer(x, cu_seqlens=cu)
+    y, _ = layer(x, cu_seqlens=torch.tensor([0, 4, 9], dtype=dtype))
     assert torch.allclose(y, torch.cat([layer(x[:, :4])[0], layer(x[:, 4:])[0]], 1), atol=1e-12)
 
 
@@ -267,15 +266,14 @@ def test_prefill_in_pieces_then_token_by_token_equals_one_run(shape, cuts):
 
 
 def test_a_cache_is_never_changed():
-    layer, x = make_layer(), make_x()
-    _, cache = layer(x, output_cache=True)
+    layer = make_layer()
+    _, cache = layer(make_x(), output_cache=True)
     kept = [t.clone() for t in cache]
     for T in (1, 3, 64):
         layer(make_x(T=T), cache, output_cache=True)
-    layer(make_x(B=1, T=9), cache, cu_seqlens=[0, 4, 9], output_cache=True)
+    layer(make_x(B=1, T=9), cache, cu_seqlens=torch.tensor([0, 4, 9]), output_cache=True)
     assert all(torch.equal(now, before) for now, before in zip(cache, kept, strict=True))
-    x.zero_()
-    assert all(torch.equal(now, before) for now, before in zip(cache, kept, strict=True))
+    assert cache.conv.untyped_storage().nbytes() == cache.conv.nbytes  # and it holds no more than itself
 
 
 def test_left_padded_prefill_then_generation():
@@ -307,7 +305,8 @@ def test_bad_sizes(sizes, name):
 @pytest.mark.parametrize("call, name", [
     (lambda layer, x: layer(x[0]), "x"),
     (lambda layer, x: layer(x[..., :-1]), "x"),
-    (lambda layer, x: layer(x, cu_seqlens=torch.tensor([0, 70])), "x"),
+    (lambda layer, x: layer(x, cu_seqlens=torch.tensor([0, 70])), "cu_seqlens"),
+    (lambda layer, x: layer(x[:1], cu_seqlens=[0, 70]), "cu_seqlens"),
     (lambda layer, x: layer(x[:1], cu_seqlens=torch.tensor([0, 4, 71])), "cu_seqlens"),
     (lambda layer, x: layer(x[:1], cu_seqlens=torch.tensor([1, 70])), "cu_seqlens"),
     (lambda layer, x: layer(x[:1], cu_seqlens=torch.tensor([0, 9, 4, 70])), "cu_seqlens"),
@@ -315,20 +314,12 @@ def test_bad_sizes(sizes, name):
     (lambda layer, x: layer(x[:1], cu_seqlens=torch.tensor([[0, 70]])), "cu_seqlens"),
     (lambda layer, x: layer(x, attention_mask=torch.ones(2, 69)), "attention_mask"),
     (lambda layer, x: layer(x, attention_mask=torch.arange(70).expand(2, 70) < 9, output_cache=True), "attention_mask"),
-    (lambda layer, x: layer(x, layer(x[:1], output_cache=True)[1]), "cache"),
-    (lambda layer, x: layer(x, LayerCache(torch.zeros(2, 2, 2), torch.zeros(2, 4, 16, 8))), "cache"),
+    (lambda layer, x: layer(x, layer(x[:1], output_cache=True)[1]), "cache.conv"),
+    (lambda layer, x: layer(x, LayerCache(torch.zeros(2, 3, 96), torch.zeros(2, 4, 8, 16))), "cache.state"),
 ])
 def test_bad_arguments(call, name):
-    with pytest.raises((ValueError, TypeError), match=name) as caught:
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: found .*expected"):
         call(make_layer(), make_x())
-    assert "expected" in str(caught.value) or "found" in str(caught.value)
-
-
-def test_a_state_of_another_shape_is_refused():
-    layer, x = make_layer(), make_x()
-    cache = layer(x, output_cache=True)[1]
-    with pytest.raises(ValueError, match="state"):
-        layer(x, cache._replace(state=cache.state.mT))
 
 
 # ---------------------------------------------------------------- it learns
