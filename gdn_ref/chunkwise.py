@@ -87,7 +87,7 @@ def _join_blocks(L: Tensor, size: int) -> Tensor:
     eye = torch.eye(size, dtype=L.dtype, device=L.device)
     first = diagonal_blocks(L, size).reshape(-1, size, size)
     first = torch.linalg.solve_triangular(first, eye, upper=False, unitriangular=True)  # (6.3)
-    diagonal_blocks(X, size).copy_(first.view(M, -1, size, size))
+    diagonal_blocks(X, size).copy_(first.view(M, C // size, size, size))
     while size < C:
         pairs, Ls = diagonal_blocks(X, 2 * size), diagonal_blocks(L, 2 * size)
         above, below, corner = (
@@ -95,7 +95,7 @@ def _join_blocks(L: Tensor, size: int) -> Tensor:
             for x in (pairs[..., :size, :size], pairs[..., size:, size:], Ls[..., size:, :size])
         )
         joined = torch.bmm(torch.bmm(below, corner), above).neg_()  # -X22 L21 X11   (6.4)
-        pairs[..., size:, :size] = joined.view(M, -1, size, size)
+        pairs[..., size:, :size] = joined.view(M, C // (2 * size), size, size)
         size *= 2
     return X
 
@@ -246,8 +246,8 @@ def chunkwise_gated_delta_rule(
 
 def _run_dense(q, k, v, g, beta, scale, state, _, chunk_size):
     B, T, HV, V = v.shape
-    if not v.numel() or not T:
-        return torch.zeros_like(v, dtype=state.dtype), state.clone()
+    if not T or not B:
+        return v.to(state.dtype), state.clone()
     C = fitting_chunk(chunk_size, T)
     NT = -(-T // C)
     outputs, states = [], []
@@ -271,8 +271,8 @@ def _run_packed(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size):
     T, HV, V = v.shape[1:]
     bounds = cu_seqlens.cpu().long()
     batches = scan_batches(bounds.diff(), bounds[:-1], chunk_size, max(1, STEP_PLACES // HV))
-    if not batches or not v.numel():
-        return torch.zeros_like(v, dtype=state.dtype), state.clone()
+    if not batches:
+        return v.to(state.dtype).masked_fill(torch.ones_like(v, dtype=torch.bool), 0), state.clone()
     token = torch.cat([batch.slots.token.flatten() for batch in batches]).to(v.device)
     inside = torch.cat([batch.slots.inside.flatten() for batch in batches]).to(v.device)
     q, k, v, g, beta = (x[0].index_select(0, token) for x in (q, k, v, g, beta))  # [places, ...]
@@ -284,7 +284,7 @@ def _run_packed(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size):
         o, final = _run_batch(*parts, state[batch.sequences.to(v.device)], batch.counts, scale)
         outputs.append(o.flatten(0, 1))
         states.append(final)
-    o = torch.cat(outputs).new_zeros(T, HV, V).index_copy(0, token[inside], torch.cat(outputs)[inside])
+    o = state.new_zeros(T, HV, V).index_copy(0, token[inside], torch.cat(outputs)[inside])
     moved = torch.cat([batch.sequences for batch in batches]).to(v.device)
     return o[None], state.index_copy(0, moved, torch.cat(states))
 
@@ -305,8 +305,8 @@ def chunk_local_cumsum(
     """Cumulative sum of g within each chunk, times scale. [B,T,HV] -> [B,T,HV].
 
     g: log decays; with scale = log2(e) the result is in log2, as the later stages read it. reverse sums from
-    the chunk's end. cu_seqlens: [N+1] for packed input (B = 1); chunk_indices: [NC,2], made from it where missing. The sum is
-    taken in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or
+    the chunk's end. cu_seqlens: [N+1] for packed input (B = 1); chunk_indices: [NC,2], made from it where missing. The
+    sum is taken in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or
     float64 for float64), where decays far apart in size lose what a float32 cannot hold.
     """
     dtype = at_least_float32(g.dtype)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2_EPS = 1e-6
+LARGEST_LOG_RATE = 60.0
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -39,10 +40,15 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     """
     dtype = at_least_float32(a.dtype, A_log.dtype)
     x = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
-    # The rate stays finite, so that rate * 0 is 0 and not NaN when softplus underflows.
-    rate = A_log.to(dtype).clamp(max=largest_exponent(dtype)).exp()
+    # Joined as logarithms: exp(100) * softplus(-200) would be inf * 0. It stops growing far beyond a decay of 0.
+    return -(A_log.to(dtype) + log_softplus(x)).clamp(max=LARGEST_LOG_RATE).exp()  # (7.6)
+
+
+def log_softplus(x: Tensor) -> Tensor:
+    """log(log(1 + e^x)) without underflow: below -20 it is x - e^x / 2 to the last digit. Same shape and dtype."""
+    far = x.clamp(max=-20)
     # -logsigmoid(-x) is softplus(x) without the switch to a straight line that F.softplus makes at 20.
-    return rate * F.logsigmoid(-x)  # (7.6)
+    return torch.where(x < -20, far - far.exp() / 2, (-F.logsigmoid(-x.clamp(min=-20))).log())
 
 
 def write_strength(b: Tensor, allow_neg_eigval: bool = False) -> Tensor:
@@ -57,8 +63,3 @@ def write_strength(b: Tensor, allow_neg_eigval: bool = False) -> Tensor:
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
     """float64 if one of the dtypes is float64, else float32: the dtype that gates, decays and states are kept in."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def largest_exponent(dtype: torch.dtype) -> float:
-    """The largest x whose exp(x) is finite in this dtype, a little rounded down."""
-    return 709.0 if dtype == torch.float64 else 88.0

@@ -61,7 +61,8 @@ def recurrent_gated_delta_rule(
         for n, (start, end) in enumerate(itertools.pairwise(bounds))
     ]
     beyond = v.new_zeros(1, v.shape[1] - bounds[-1], *v.shape[2:])
-    return Step(torch.cat([run.o for run in runs] + [beyond], 1), torch.cat([run.state for run in runs]))
+    outputs, states = [run.o for run in runs], [run.state for run in runs]
+    return Step(torch.cat([*outputs, beyond], 1), torch.cat([initial_state[:0], *states]))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Step:
@@ -69,7 +70,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
         o, state = recurrent_step(*token, state)
         outputs.append(o)
-    return Step(torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state)
+    return Step(torch.stack(outputs, 1) if outputs else v, state)
 
 
 def _warn_of_training_memory(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
