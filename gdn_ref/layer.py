@@ -77,14 +77,15 @@ def _taps(stream: Tensor, weight: Tensor) -> Tensor:
 def _spread(x: Tensor, history: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Packed sequences laid out with W−1 rows of history in front of each, so that no tap reaches a neighbour's tokens.
 
-    Returns the stream [1, T + N(W−1), D], the row of each token [T] and of each sequence's last W−1 inputs [N, W−1].
+    Tokens beyond the last bound count as a sequence of their own.  Returns the stream [1, T + (N+1)(W−1), D], the row
+    of each token [T] and of each sequence's last W−1 inputs [N, W−1].
     """
     (_, T, D), (N, gap, _) = x.shape, history.shape
     tokens = torch.arange(T, device=x.device)                   # [T]
-    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True).clamp(max=N - 1)
+    sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True)  # [T], 0 … N
     token_rows = tokens + gap * (sequence + 1)                  # [T]
     behind = gap * torch.arange(N, device=x.device)[:, None] + torch.arange(gap, device=x.device)  # [N, W−1]
-    stream = x.new_zeros(1, T + N * gap, D)
+    stream = x.new_zeros(1, T + (N + 1) * gap, D)
     stream[0, cu_seqlens[:-1, None] + behind] = history
     stream[:, token_rows] = x
     return stream, token_rows, cu_seqlens[1:, None] + behind

@@ -86,6 +86,14 @@ def test_bfloat16_runs_and_keeps_a_float32_state():
     assert relative(y[0], plain_layer(layer, x[0])[0]) < 5e-2
 
 
+def test_autocast():
+    layer, x = make_layer(dtype=torch.float32), make_x(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, cache = layer(x, output_cache=True)
+        layer(x[:, :1], cache)[0].sum().backward()
+    assert relative(y, layer(x)[0]) < 5e-2 and layer.A_log.grad.isfinite().all()
+
+
 def test_shapes_of_a_cache():
     layer = make_layer("GVA3_wide_conv")
     y, cache = layer(make_x(B=2), output_cache=True)
@@ -161,7 +169,7 @@ def test_convolution_is_torchs(W):
 # ---------------------------------------------------------------- packed sequences
 
 
-LENGTHS = [(70, 1, 63, 6), (0, 3, 0, 2, 1, 0), (5,), (1, 1, 1, 1, 1), (130, 2)]
+LENGTHS = [(70, 1, 63, 6), (0, 3, 0, 2, 1, 0), (0, 0), (5,), (1, 1, 1, 1, 1), (130, 2)]
 
 
 def bounds_of(lengths):
@@ -197,12 +205,13 @@ def test_dtypes_of_cu_seqlens(dtype):
     assert torch.allclose(y, torch.cat([layer(x[:, :4])[0], layer(x[:, 4:])[0]], 1), atol=1e-12)
 
 
-def test_tokens_beyond_the_last_bound_change_nothing():
-    layer, x = make_layer(), make_x(B=1, T=9)
-    cu = torch.tensor([0, 4, 7])
+@pytest.mark.parametrize("bounds", [(0, 4, 7), (0, 0), (0,)])
+def test_tokens_beyond_the_last_bound_change_nothing(bounds):
+    layer, x, end = make_layer(), make_x(B=1, T=9), bounds[-1]
+    cu = torch.tensor(bounds)
     y, cache = layer(x, cu_seqlens=cu, output_cache=True)
-    short, short_cache = layer(x[:, :7], cu_seqlens=cu, output_cache=True)
-    assert torch.allclose(y[:, :7], short, atol=1e-12) and not y[:, 7:].any()
+    short, short_cache = layer(x[:, :end], cu_seqlens=cu, output_cache=True)
+    assert torch.allclose(y[:, :end], short, atol=1e-12) and not y[:, end:].any()
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(cache, short_cache, strict=True))
 
 
