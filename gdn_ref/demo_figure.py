@@ -62,9 +62,9 @@ def draw_half_lives(ax, layers):
 
 def draw_write_strength(ax, layers):
     """How strongly each layer overwrites."""
-    _histograms(ax, [layer.beta.ravel() for layer in layers], np.linspace(0, 1, 51))
+    _histograms(ax, [layer.beta.ravel() for layer in layers], np.linspace(0, 1, 31))
     ax.set(title="Write strength", xlabel="β = sigmoid(b)", ylabel="density", xlim=(0, 1))
-    ax.legend()
+    _legend_above(ax, 2)
 
 
 def draw_cosines(ax, layers):
@@ -76,9 +76,15 @@ def draw_cosines(ax, layers):
     density /= density.sum() * (x[1] - x[0])
     ax.plot(x, density, color=PALETTE["black"], linestyle=":", linewidth=1.5, label="random keys")
     ax.set(title="Likeness of keys within a chunk of 64", xlabel="cosine of two keys", ylabel="density", xlim=(-1, 1))
-    ax.legend()
+    _legend_above(ax, 3)
 
 
 def _histograms(ax, data, bins):
     for index, (values, colour) in enumerate(zip(data, LAYER_COLOURS, strict=True)):
         ax.hist(values, bins, density=True, histtype="step", linewidth=2, color=colour, label=f"layer {index + 1}")
+
+
+def _legend_above(ax, columns):
+    """The legend in a row of its own, above all that is drawn, whatever came out of the training."""
+    ax.set_ylim(0, 1.15 * ax.get_ylim()[1])
+    ax.legend(loc="upper center", ncols=columns, handlelength=1.5, borderaxespad=0.2)
