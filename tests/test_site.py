@@ -34,6 +34,7 @@ BARE_TEXT = """() => {
     return page.textContent;
 }"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+FITS = "() => document.documentElement.scrollWidth <= window.innerWidth"
 BRIGHTNESS = """() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"""
 
 
@@ -126,13 +127,9 @@ def test_page(address, browser, name, mode):
         assert "\\tag" not in bare and "$" not in bare and "\\begin" not in bare
         assert page.locator("html").get_attribute("data-theme") == mode
         assert (sum(page.evaluate(BRIGHTNESS)) > 3 * 128) == (mode == "light")
-        assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_page_fits_a_telephone(address, browser, name):
-    with Visit(browser, f"{address}/{name}.html", viewport={"width": 390, "height": 844}) as visit:
-        assert visit.page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.evaluate(FITS)
+        page.set_viewport_size({"width": 390, "height": 844})  # a telephone
+        assert page.evaluate(FITS)
 
 
 @pytest.mark.parametrize("name", PAGES[1:])
@@ -155,15 +152,13 @@ def test_previous_and_next_lead_through_the_book(address, browser):
 
 
 def test_search_finds_a_chapter(address, browser):
-    with Visit(browser, f"{address}/search.html?q=reflection") as visit:
-        visit.page.wait_for_selector("#search-results li a", timeout=30_000)
-        hits = visit.page.locator("#search-results li a").evaluate_all("links => links.map(a => a.href)")
-        assert any("02_geometry.html" in hit for hit in hits)
+    with Visit(browser, f"{address}/search.html?q=overflows") as visit:
+        visit.page.wait_for_selector('#search-results a[href*="07_range_and_precision.html"]', timeout=30_000)
         assert visit.complaints == []
         assert visit.outside == []
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PAGES[:2])
 def test_page_opened_as_a_file(site, browser, name):
     with Visit(browser, (site / f"{name}.html").as_uri()) as visit:
         assert visit.page.locator("mjx-merror").count() == 0
