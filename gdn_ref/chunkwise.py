@@ -1,4 +1,4 @@
-"""Chunkwise form in torch: the stages of the forward pass one by one, and the fused pass that the op runs.
+"""Chunkwise form in torch: the stages of the forward pass one by one, and and the pass that the op runs.
 
 The stages take tokens as they arrive ([B,T,HV,...], packed or not) and read like the book:
 
@@ -38,40 +38,40 @@ STEP_PLACES = 2**17
 
 
 def cumulative_decay(g: Tensor) -> Tensor:
-    """G_i = g_1 + ... + g_i in float64, natural log. [..., C] -> [..., C].
+    """G_i = log2(e) (g_1 + ... + g_i) in float64 (7.2). [..., C] -> [..., C].
 
     Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the
     sum is kept in float64, and a decay that underflows counts as the reset that it is (7.5).
     """
-    return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).cumsum(-1, dtype=torch.float64)
+    # Widened first: cumsum(dtype=float64) would sum the gradient in float32, where small shares of it cancel.
+    return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).double().cumsum(-1) * LOG2E  # (7.2)
 
 
 def decay_matrix(G: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Gamma_ij = e^(G_i - G_j) at and below the diagonal, else 0. [..., C] -> [..., C, C]   (7.1)
+    """Gamma_ij = 2^(G_i - G_j) at and below the diagonal, else 0. [..., C] -> [..., C, C]   (7.1)
 
-    The exponent is masked before exp, by index: a difference above the diagonal may overflow. The diagonal is the
+    The exponent is masked before exp2, by index: a difference above the diagonal may overflow. The diagonal is the
     constant 1, which keeps its (cancelling) share out of the gradient of g.
     """
     C = G.shape[-1]
     above = torch.full((C, C), -math.inf, dtype=dtype, device=G.device).triu(1)
     below = torch.ones(C, C, dtype=torch.bool, device=G.device).tril(-1)
     exponent = torch.where(below, (G[..., :, None] - G[..., None, :]).to(dtype), above)
-    return torch.exp(exponent, out=out)  # (7.1)
+    return torch.exp2(exponent, out=out)  # (7.1)
 
 
 class UnitLowerInverse(torch.autograd.Function):
     """(I + L)^-1 for L [M, C, C]; only what lies below the diagonal of L is read.
 
-    16 x 16 blocks by substitution, then pairs of blocks are joined until one is left (6.3), (6.4). No power of L is
-    ever
-    formed: for repeated keys those reach 1e18 while the inverse stays near 1 (6.6), (6.7).
+    Forward substitution (6.3). No power of L is ever formed: for repeated keys those reach 1e18 while the inverse stays
+    near 1 (6.6), (6.7).
     """
 
     @staticmethod
     def forward(ctx, L: Tensor) -> Tensor:
-        M, C, _ = L.shape
-        full = 1 << (C - 1).bit_length()  # blocks are joined in pairs, so up to a power of two
-        X = _join_blocks(F.pad(L, (0, full - C) * 2) if full > C else L, min(16, full))[:, :C, :C]
+        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+        # On the transpose, which is how LAPACK stores it: neither L nor the result is copied.
+        X = torch.linalg.solve_triangular(L.mT, eye, upper=True, unitriangular=True).mT  # (6.3)
         ctx.save_for_backward(X)
         return X
 
@@ -81,32 +81,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return -(X.mT @ dX @ X.mT).tril(-1)  # d(X) = -X dL X
 
 
-def _join_blocks(L: Tensor, size: int) -> Tensor:
-    M, C, _ = L.shape
-    X = torch.zeros_like(L)
-    eye = torch.eye(size, dtype=L.dtype, device=L.device)
-    first = diagonal_blocks(L, size).reshape(-1, size, size)
-    first = torch.linalg.solve_triangular(first, eye, upper=False, unitriangular=True)  # (6.3)
-    diagonal_blocks(X, size).copy_(first.view(M, C // size, size, size))
-    while size < C:
-        pairs, Ls = diagonal_blocks(X, 2 * size), diagonal_blocks(L, 2 * size)
-        above, below, corner = (
-            x.reshape(-1, size, size)
-            for x in (pairs[..., :size, :size], pairs[..., size:, size:], Ls[..., size:, :size])
-        )
-        joined = torch.bmm(torch.bmm(below, corner), above).neg_()  # -X22 L21 X11   (6.4)
-        pairs[..., size:, :size] = joined.view(M, C // (2 * size), size, size)
-        size *= 2
-    return X
-
-
-def diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """A view of the blocks along the diagonal: [M, C, C] -> [M, C/size, size, size]."""
-    n = x.shape[-1] // size
-    return x.unflatten(-1, (n, size)).unflatten(-3, (n, size)).diagonal(0, -4, -2).movedim(-1, -3)
-
-
-# ---------------------------------------------------------------------------------- the fused pass that the op runs
+# ----------------------------------------------------------------------------------- the pass that the op runs
 
 
 class Buffers:
@@ -123,72 +98,101 @@ class Buffers:
             kept = self._kept[name] = self._like.new_empty(shape, dtype=self._dtype)
         return kept
 
+    def copy(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in its own contiguous memory and the given dtype."""
+        kept = self(name, *x.shape)
+        return x.to(dtype).contiguous() if kept is None else kept.copy_(x)
+
+    def add_product(self, x: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
+        """x + alpha a @ b, in the place of x where memory is used again."""
+        return x.baddbmm_(a, b, alpha=alpha) if self._reuse else torch.baddbmm(x, a, b, alpha=alpha)
+
 
 class Prepared(NamedTuple):
     """What a group of chunks needs before its states are known; M = chunks * HV rows."""
 
-    keys_queries: Tensor  # [M, 2C, K] keys above queries
-    A: Tensor  # [M, C, C] (I + Gamma * L)^-1 diag(beta)
-    P: Tensor  # [M, C, C] Gamma * (Q K^T)
-    gamma: Tensor  # [M, C, 1] decay since the chunk's start
-    tail: Tensor  # [M, C, 1] decay up to the chunk's end
+    w: Tensor  # [M, C, K] A diag(beta) diag(gamma) K
+    u: Tensor  # [M, C, V] A diag(beta) V; the scan turns it into E where nothing is differentiated
+    late_keys: Tensor  # [M, K, C] (diag(gamma_C / gamma) K)^T
+    decay: Tensor  # [M, 1, 1] gamma_C
+    early_queries: Tensor  # [M, C, K] scale diag(gamma) Q
+    scores: Tensor  # [M, C, C] Gamma * (Q K^T)
 
 
-def prepare_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, buffer: Buffers) -> Prepared:
+def prepare_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, buffer: Buffers
+) -> Prepared:
     """Everything that does not depend on the state, for all chunks of a group at once.
 
-    q, k: [m,C,H,K]; g (natural log), beta: [m,C,HV].
+    q, k: [m,C,H,K]; v: [m,C,HV,V]; g (natural log), beta: [m,C,HV] in the dtype of the arithmetic. Products with keys
+    are taken once a key head; its R = HV/H value heads share them.
     """
-    m, C, H, K = k.shape
-    R = g.shape[-1] // H
-    dtype = beta.dtype
-    heads = [x.to(dtype).transpose(1, 2)[:, :, None].expand(m, H, R, C, K) for x in (k, q)]
-    keys_queries = torch.cat(heads, -2, out=buffer("keys_queries", m, H, R, 2 * C, K))
-    shared = keys_queries[:, :, 0].flatten(0, 1)  # [m*H, 2C, K]
-    products = torch.bmm(shared, shared[:, :C].mT, out=buffer("products", m * H, 2 * C, C))
-    kk, qk = products.view(m, H, 1, 2 * C, C).split(C, -2)
-
+    (m, C, H, K), HV = k.shape, v.shape[2]
+    R = HV // H
+    q, k, v = (buffer.copy(name, x.transpose(1, 2), beta.dtype) for name, x in (("q", q), ("k", k), ("v", v)))
+    kT = buffer.copy("kT", k.mT, beta.dtype)  # [m, H, K, C]: a product with a transposed view is half as fast
     G = cumulative_decay(g.transpose(1, 2)).view(m, H, R, C)
     beta = beta.transpose(1, 2).reshape(m, H, R, C)
-    square = (m, H, R, C, C)
-    Gamma = decay_matrix(G, dtype, out=buffer("Gamma", *square))
-    L = torch.mul(kk, Gamma, out=buffer("L", *square))
-    L = torch.mul(L, beta[..., :, None], out=buffer("L", *square))
-    inverse = UnitLowerInverse.apply(L.view(-1, C, C)).view(square)  # (5.2)
-    A = torch.mul(inverse, beta[..., None, :], out=buffer("A", *square))  # (5.3)
-    P = torch.mul(qk, Gamma, out=buffer("P", *square))  # (5.5)
-    gamma, tail = G.to(dtype).exp(), (G[..., -1:] - G).to(dtype).exp()
-    return Prepared(*(x.flatten(0, 2) for x in (keys_queries, A, P, gamma[..., None], tail[..., None])))
+    gamma, tail = (x.to(beta.dtype).exp2()[..., None] for x in (G, G[..., -1:] - G))
+    A, scores = _intra_chunk(q, kT, G, beta, buffer)
+    u = torch.bmm(A.view(-1, C, C), v.flatten(0, 1), out=buffer("u", m * HV, *v.shape[2:]))  # (5.3)
+    A = torch.mul(A, gamma.mT, out=buffer("A", *A.shape))
+    w = torch.bmm(A.view(-1, R * C, C), k.flatten(0, 1), out=buffer("w", m * H, R * C, K))  # (5.3)
+    late_keys = torch.mul(kT[:, :, None], tail.mT, out=buffer("late_keys", m, H, R, K, C))  # (5.6)
+    early_queries = torch.mul(q[:, :, None], gamma * scale, out=buffer("early_queries", m, H, R, C, K))  # (5.5)
+    rows = (w.view(-1, C, K), u, late_keys, gamma[..., -1:, :], early_queries, scores)
+    return Prepared(*(x.flatten(0, -3) for x in rows))
 
 
-def scan_chunks(
-    chunks: Prepared, v: Tensor, state: Tensor, counts: list[int], scale: float, out: Tensor | None, buffer: Buffers
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _intra_chunk(q: Tensor, kT: Tensor, G: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
+    """(I + Gamma * L)^-1 diag(beta), Gamma * (Q K^T): both [m,H,R,C,C], from q [m,H,C,K], kT [m,H,K,C], G [m,H,R,C]."""
+    m, H, _, C = kT.shape
+    shape = (*G.shape, C)
+    q, kT = q.flatten(0, 1), kT.flatten(0, 1)
+    Gamma = decay_matrix(G, kT.dtype, out=buffer("Gamma", *shape))
+    products = torch.bmm(kT.mT, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
+    L = torch.mul(products, Gamma, out=buffer("L", *shape))
+    L = torch.mul(L, beta[..., None], out=buffer("L", *shape))
+    inverse = UnitLowerInverse.apply(L.view(-1, C, C)).view(shape)  # (5.2)
+    A = torch.mul(inverse, beta[..., None, :], out=buffer("A", *shape))
+    products = torch.bmm(q, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
+    return A, torch.mul(products, Gamma, out=buffer("scores", *shape))  # (5.5)
+
+
+class Scanned(NamedTuple):
+    starts: Tensor  # [M, K, V] the state at the start of every chunk
+    delta: Tensor  # [M, C, V] E = U - W S
+    ended: list[Tensor]  # states of the sequences that ended, the longest first
+    state: Tensor  # [n*HV, K, V] of the others
+
+
+def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], buffer: Buffers) -> Scanned:
     """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
 
-    v: [m,C,HV,V]; state: [n*HV,K,V]; counts: sequences at each step, summing to m. Returns the outputs
-    [count*HV,C,V] of each step (written to out [m*HV,C,V] if given), the states of the sequences that ended, and the
-    state of the others.
+    state: [n*HV,K,V]; rows: heads times sequences at each step, never rising.
     """
-    C, HV, V = v.shape[1:]
-    rows = [count * HV for count in counts]
-    targets = [None] * len(rows) if out is None else out.split(rows)
-    outputs, ended = [], []
-    for *step, v_step, o in zip(*(x.split(rows) for x in chunks), v.split(counts), targets, strict=True):
-        n, keys_queries, A, P, gamma, tail = len(step[0]), *step
+    kept = buffer("starts", sum(rows) + rows[-1], *state.shape[1:])
+    slots = [None] * (len(rows) + 1) if kept is None else kept.split([*rows, rows[-1]])
+    states, deltas, ended = [], [], []
+    for i, (w, u, late_keys, decay) in enumerate(zip(*(x.split(rows) for x in chunks[:4]), strict=True)):
+        n = len(w)
         if n < len(state):
-            ended, state = [state[n:], *ended], state[:n]
-        read = torch.bmm(keys_queries, state, out=buffer("read", n, 2 * C, V))  # K S over Q S
-        values = v_step.transpose(1, 2).reshape(n, C, V).to(state.dtype)
-        miss = torch.addcmul(values, gamma, read[:, :C], value=-1, out=buffer("miss", n, C, V))
-        delta = torch.bmm(A, miss, out=buffer("delta", n, C, V))  # E = U - W S   (5.3), (5.4)
-        o = torch.mul(gamma, read[:, C:], out=o)
-        o = torch.baddbmm(o, P, delta, beta=scale, alpha=scale, out=None if targets[0] is None else o)  # (5.5)
-        late = torch.mul(tail, delta, out=buffer("delta", n, C, V))
-        state = torch.mul(gamma[:, -1:], state, out=buffer("state", n, *state.shape[1:]))
-        state = torch.baddbmm(state, keys_queries[:, :C].mT, late, out=buffer("state", *state.shape))  # (5.6)
-        outputs.append(o)
-    return outputs, ended, state
+            ended, state = [state[n:].clone(), *ended], state[:n]
+        if kept is not None and (i == 0 or n < rows[i - 1]):
+            state = slots[i].copy_(state)
+        states.append(state)
+        deltas.append(buffer.add_product(u, w, state, alpha=-1))  # (5.4)
+        scaled = torch.mul(decay, state, out=slots[i + 1] if i + 1 == len(rows) or rows[i + 1] == n else None)
+        state = buffer.add_product(scaled, late_keys, deltas[-1])  # (5.6)
+    if kept is None:
+        return Scanned(torch.cat(states), torch.cat(deltas), ended, state)
+    return Scanned(kept[: sum(rows)], chunks.u, ended, state)
+
+
+def output_chunks(chunks: Prepared, scanned: Scanned, scale: float, buffer: Buffers) -> Tensor:
+    """scale (diag(gamma) Q S + (Gamma * Q K^T) E) -> [M,C,V]   (5.5)"""
+    o = torch.bmm(chunks.early_queries, scanned.starts, out=buffer("o", *chunks.u.shape))
+    return buffer.add_product(o, chunks.scores, scanned.delta, alpha=scale)
 
 
 def _run_batch(
@@ -198,19 +202,20 @@ def _run_batch(
     reuse = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)))
     buffer = Buffers(reuse, v, state.dtype)
     NC, C, HV, V = v.shape
-    out = buffer("out", NC * HV, C, V)
+    groups = _groups(counts, HV)
+    sizes = [sum(group) for group in groups]
+    tokens = state.new_empty(v.shape) if reuse else None
     shape, state = state.shape, state.flatten(0, 1)
     outputs, ended = [], []
-    for group in _groups(counts, HV):
-        m = sum(group)
-        (q_, q), (k_, k), (v_, v), (g_, g), (beta_, beta) = (x.split([m, len(x) - m]) for x in (q, k, v, g, beta))
-        target, out = (None, None) if out is None else out.split([m * HV, len(out) - m * HV])
-        o, done, state = scan_chunks(
-            prepare_chunks(q_, k_, g_, beta_, buffer), v_, state, group, scale, target, buffer
-        )
-        outputs, ended = outputs + o, done + ended
-    o = buffer("out", NC * HV, C, V) if reuse else torch.cat(outputs)
-    return o.view(NC, HV, C, V).transpose(1, 2), torch.cat([state, *ended]).view(shape)
+    targets = [None] * len(groups) if tokens is None else tokens.split(sizes)
+    for group, target, *inputs in zip(groups, targets, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
+        chunks = prepare_chunks(*inputs, scale, buffer)
+        scanned = scan_chunks(chunks, state, [count * HV for count in group], buffer)
+        o = output_chunks(chunks, scanned, scale, buffer).view(-1, HV, C, V).transpose(1, 2)  # [m, C, HV, V]
+        outputs.append(o if target is None else target.copy_(o))
+        ended, state = scanned.ended + ended, scanned.state
+    o = torch.cat(outputs) if tokens is None else tokens
+    return o, torch.cat([state, *ended]).view(shape)
 
 
 def _groups(counts: list[int], HV: int) -> list[list[int]]:
@@ -257,7 +262,7 @@ def _run_dense(q, k, v, g, beta, scale, state, _, chunk_size):
         o, final = _run_batch(*parts, state[here], [b] * NT, scale)
         outputs.append(o.reshape(NT, b, C, HV, V).transpose(0, 1).reshape(b, NT * C, HV, V)[:, :T])
         states.append(final)
-    return torch.cat(outputs), torch.cat(states)
+    return (torch.cat(outputs), torch.cat(states)) if len(outputs) > 1 else (outputs[0], states[0])
 
 
 def _steps_first(x: Tensor, NT: int, C: int) -> Tensor:
@@ -312,8 +317,8 @@ def chunk_local_cumsum(
     dtype = at_least_float32(g.dtype)
     slots = slots_of(g.shape[1], chunk_size, cu_seqlens, chunk_indices, g.device)
     chunks = _head_chunks(g.to(dtype), slots)  # [B, NC, HV, C]
-    G = cumulative_decay(chunks.flip(-1)).flip(-1) if reverse else cumulative_decay(chunks)
-    return _tokens(G if scale is None else G * scale, slots, g.shape[1]).to(output_dtype or dtype)
+    G = cumulative_decay(chunks.flip(-1)).flip(-1) if reverse else cumulative_decay(chunks)  # in log2
+    return _tokens(G * ((1 if scale is None else scale) / LOG2E), slots, g.shape[1]).to(output_dtype or dtype)
 
 
 def chunk_scaled_dot_kkt_fwd(
@@ -339,7 +344,7 @@ def chunk_scaled_dot_kkt_fwd(
     products = (keys @ keys.mT).repeat_interleave(R, 2)  # [B, NC, HV, C, C]
     L = (products * _head_chunks(beta.to(dtype), slots)[..., None]).tril(-1)
     if g is not None:
-        L = L * decay_matrix(_natural(g, slots), dtype)
+        L = L * decay_matrix(_chunk_decay(g, slots), dtype)
     return _tokens(L, slots, T).to(output_dtype or dtype)
 
 
@@ -382,7 +387,7 @@ def recompute_w_u_fwd(
     slots = slots_of(T, C, cu_seqlens, chunk_indices, k.device)
     k_, v_, b_, A_ = (_head_chunks(x.to(dtype), slots) for x in (k, v, beta, A))
     k_, b_ = k_.repeat_interleave(HV // k.shape[2], 2), b_[..., None]
-    gamma = 1 if g is None else _natural(g, slots).to(dtype).exp()[..., None]
+    gamma = 1 if g is None else _chunk_decay(g, slots).to(dtype).exp2()[..., None]
     w, u = A_ @ (b_ * gamma * k_), A_ @ (b_ * v_)  # (5.3)
     return WU(_tokens(w, slots, T).to(k.dtype), _tokens(u, slots, T).to(v.dtype))
 
@@ -414,9 +419,9 @@ def chunk_states(
     slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
     k, w, u = (_head_chunks(x.to(dtype), slots) for x in (k.repeat_interleave(HV // k.shape[2], 2), w, u))
     NC = k.shape[1]
-    G = k.new_zeros(k.shape[:-1]) if g is None else _natural(g, slots)  # [B, NC, HV, C]
-    late = (G[..., -1:] - G).to(dtype).exp()[..., None] * k  # diag(gamma_C / gamma) K
-    gamma_C = G[..., -1:].to(dtype).exp()[..., None]
+    G = k.new_zeros(k.shape[:-1]) if g is None else _chunk_decay(g, slots)  # [B, NC, HV, C]
+    late = (G[..., -1:] - G).to(dtype).exp2()[..., None] * k  # diag(gamma_C / gamma) K
+    gamma_C = G[..., -1:].to(dtype).exp2()[..., None]
     owner = [[b] * NC for b in range(B)] if cu_seqlens is None else [chunk_indices[:, 0].tolist()]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     S = list((k.new_zeros(N, HV, K, V) if initial_state is None else initial_state.to(dtype)).unbind(0))
@@ -450,9 +455,9 @@ def chunk_output(
     slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = (_head_chunks(x.to(dtype), slots).repeat_interleave(HV // k.shape[2], 2) for x in (q, k))
-    G = k.new_zeros(k.shape[:-1]) if g is None else _natural(g, slots)
+    G = k.new_zeros(k.shape[:-1]) if g is None else _chunk_decay(g, slots)
     scores = (q @ k.mT) * decay_matrix(G, dtype)
-    o = G.to(dtype).exp()[..., None] * (q @ h) + scores @ _head_chunks(delta.to(dtype), slots)  # (5.5)
+    o = G.to(dtype).exp2()[..., None] * (q @ h) + scores @ _head_chunks(delta.to(dtype), slots)  # (5.5)
     return _tokens(o * scale, slots, T)
 
 
@@ -464,6 +469,6 @@ def _tokens(x: Tensor, slots: Slots, T: int) -> Tensor:
     return to_tokens(x.transpose(2, 3), slots, T)  # [B, NC, HV, C, ...] -> [B, T, HV, ...]
 
 
-def _natural(g: Tensor, slots: Slots) -> Tensor:
+def _chunk_decay(g: Tensor, slots: Slots) -> Tensor:
     # Missing tokens repeat the last real one, so that the last column is the whole decay of a short chunk too.
-    return g[:, slots.token].transpose(2, 3).double() / LOG2E  # (7.2)   [B, NC, HV, C]
+    return g[:, slots.token].transpose(2, 3).double()  # [B, NC, HV, C]
