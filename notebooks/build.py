@@ -156,11 +156,14 @@ def run_book(place: Path, only: list[int] | None) -> list[Chapter]:
 def build_site(source: Path, target: Path) -> None:
     """Sphinx over `source` (a notebooks folder) into `target`; leaves with status 3 when a page is wrong."""
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going"]
-    with tempfile.TemporaryDirectory() as doctrees:
-        ran = subprocess.run([*sphinx, "-d", doctrees, str(source), str(target)])
-    if ran.returncode:
-        print("the site did not build; what is wrong stands above", file=sys.stderr)
-        sys.exit(3)
+    with tempfile.TemporaryDirectory() as scratch:  # Sphinx and myst-nb leave things beside what they build
+        pages = Path(scratch) / "pages" / "html"
+        ran = subprocess.run([*sphinx, "-d", f"{scratch}/doctrees", str(source), str(pages)])
+        if ran.returncode:
+            print("the site did not build; what is wrong stands above", file=sys.stderr)
+            sys.exit(3)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(pages, target)
 
 
 def write_back(place: Path, results: list[Chapter]) -> None:
@@ -222,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         write_back(place, results)
     if not (failures or args.only or args.no_site):
-        shutil.rmtree(args.out, ignore_errors=True)
         build_site(place / "notebooks", args.out)
     print(table(results))
     if failures:
