@@ -154,7 +154,13 @@ def run_book(place: Path, only: list[int] | None) -> list[Chapter]:
 
 
 def build_site(source: Path, target: Path) -> None:
-    """Sphinx over `source` (a notebooks folder) into `target`; leaves with status 3 when a page is wrong."""
+    """Sphinx over `source` (a notebooks folder) into `target`; leaves with status 3 when a page is wrong.
+
+    What was in `target` goes; a folder that holds anything but an earlier site is refused.
+    """
+    if target.exists() and any(target.iterdir()) and not (target / "objects.inv").exists():
+        print(f"--out: found {target} full of something else, expected a new folder or an earlier site", file=sys.stderr)
+        sys.exit(2)
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going"]
     with tempfile.TemporaryDirectory() as scratch:  # Sphinx and myst-nb leave things beside what they build
         pages = Path(scratch) / "pages" / "html"

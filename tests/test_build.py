@@ -74,3 +74,12 @@ def test_wrong_arguments(build, tmp_path):
     with pytest.raises(SystemExit) as stop:
         build.main(["--site-only", "--write"])
     assert stop.value.code == 2
+
+
+def test_a_folder_of_something_else_is_not_overwritten(build, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("keep me")
+    with pytest.raises(SystemExit) as stop:
+        build.main(["--site-only", "--out", str(tmp_path / "mine")])
+    assert stop.value.code == 2 and "something else" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "keep me"
