@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,36 @@ def check_pool_call(q, k, v, a, b, A_log, dt_bias, state_pool, cache_indices, cu
     if readable(cache_indices):
         _check_slots(cache_indices.tolist(), len(state_pool))
     return sizes._replace(N=N)
+
+
+STAGE_AXES = {
+    **dict.fromkeys(("q", "k"), ("B", "T", "H", "K")),
+    **dict.fromkeys(("v", "u", "delta"), ("B", "T", "HV", "V")),
+    **dict.fromkeys(("g", "beta"), ("B", "T", "HV")),
+    "w": ("B", "T", "HV", "K"),
+    "A": ("B", "T", "HV", "chunk_size"),
+}
+
+
+def check_stage(cu_seqlens, chunk_size, **tensors) -> None:
+    """Check the tensors of one stage of the chunkwise pass, by the axes in STAGE_AXES; None stands for one left out.
+
+    The size that most of them give an axis is taken as the meant one, so that the odd one out is named.
+    """
+    check_chunk_size(chunk_size)
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    for name, x in tensors.items():
+        check_tensor(name, x, FLOATS, dict.fromkeys(STAGE_AXES[name]))
+    votes: dict[str, Counter] = {}
+    for name, x in tensors.items():
+        for axis, size in zip(STAGE_AXES[name], x.shape, strict=True):
+            votes.setdefault(axis, Counter())[size] += 1
+    meant = {axis: sizes.most_common(1)[0][0] for axis, sizes in votes.items()} | {"chunk_size": chunk_size}
+    for name, x in tensors.items():
+        check_tensor(name, x, FLOATS, {axis: meant[axis] for axis in STAGE_AXES[name]})
+        if STAGE_AXES[name][2] == "H" and "HV" in meant and (not meant["H"] or meant["HV"] % meant["H"]):
+            raise ValueError(f"{name}: found H = {meant['H']} key heads, expected a divisor of HV = {meant['HV']}")
+    check_cu_seqlens(cu_seqlens, meant["T"], meant["B"])
 
 
 def check_tensor(

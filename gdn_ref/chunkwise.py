@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import FLOATS, STAGE_AXES, check_stage, check_tensor
 from .chunks import Slots, fitting_chunk, prepare_chunk_indices, scan_batches, slots_of, to_chunks, to_tokens
 from .gates import at_least_float32
 
@@ -40,24 +41,52 @@ STEP_PLACES = 2**17
 def cumulative_decay(g: Tensor) -> Tensor:
     """G_i = log2(e) (g_1 + ... + g_i) in float64 (7.2). [..., C] -> [..., C].
 
-    Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the
-    sum is kept in float64, and a decay that underflows counts as the reset that it is (7.5).
+    Only differences of G are used, and beside a large decay the small ones would vanish from a float32 sum; so the sum
+    is kept in float64, and a decay that underflows counts as the reset that it is (7.5).
     """
-    # Widened first: cumsum(dtype=float64) would sum the gradient in float32, where small shares of it cancel.
     return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).double().cumsum(-1) * LOG2E  # (7.2)
 
 
-def decay_matrix(G: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Gamma_ij = 2^(G_i - G_j) at and below the diagonal, else 0. [..., C] -> [..., C, C]   (7.1)
+def decay_matrix(G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gamma_ij = 2^(G_i - G_j) at and below the diagonal, else 0. [..., C] float64 -> [..., C, C]   (7.1)
 
-    The exponent is masked before exp2, by index: a difference above the diagonal may overflow. The diagonal is the
-    constant 1, which keeps its (cancelling) share out of the gradient of g.
+    Every G is split into a whole number, whose differences float32 holds exactly, and a rest below 1, whose power is a
+    factor of the row or the column: so the relative error stays near 1e-7 however far the decays reach. The exponent is
+    masked before exp2, by index: a difference above the diagonal may overflow.
     """
-    C = G.shape[-1]
-    above = torch.full((C, C), -math.inf, dtype=dtype, device=G.device).triu(1)
-    below = torch.ones(C, C, dtype=torch.bool, device=G.device).tril(-1)
-    exponent = torch.where(below, (G[..., :, None] - G[..., None, :]).to(dtype), above)
-    return torch.exp2(exponent, out=out)  # (7.1)
+    C, whole = G.shape[-1], G.round()
+    rest, whole = (G - whole).to(dtype), whole.to(dtype)
+    kept = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
+    exponent = torch.where(kept, whole[..., :, None] - whole[..., None, :], -math.inf)
+    return exponent.exp2_().mul_(rest.exp2()[..., :, None]).mul_((-rest).exp2()[..., None, :])  # (7.1)
+
+
+class Decays(NamedTuple):
+    Gamma: Tensor  # [..., C, C] decay between any two tokens of a chunk, 1 on the diagonal
+    gamma: Tensor  # [..., C] since the chunk's start
+    tail: Tensor  # [..., C] up to the chunk's end
+
+
+class ChunkDecays(torch.autograd.Function):
+    """All three decays of a chunk from its g [..., C] (natural log).
+
+    Its gradient adds up just the pairs that a decay lies between: g_t meets Gamma_ij where j < t <= i. The sum over
+    rows less the sum over columns says the same, but large shares cancel there, and a small gradient drowns in noise.
+    """
+
+    @staticmethod
+    def forward(ctx, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        G = cumulative_decay(g)
+        decays = (decay_matrix(G, g.dtype), G.exp2().to(g.dtype), (G[..., -1:] - G).exp2().to(g.dtype))
+        ctx.save_for_backward(*decays)
+        return decays
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor) -> Tensor:
+        pairs, starts, ends = (d * x for d, x in zip(upstream, ctx.saved_tensors, strict=True))
+        between = pairs.cumsum(-1)[..., 1:, :-1].tril().sum(-2)  # the sum over j < t <= i, for t = 2 .. C
+        dg = starts.flip(-1).cumsum(-1).flip(-1)
+        return dg + F.pad(between + ends.cumsum(-1)[..., :-1], (1, 0))
 
 
 class UnitLowerInverse(torch.autograd.Function):
@@ -131,10 +160,10 @@ def prepare_chunks(
     R = HV // H
     q, k, v = (buffer.copy(name, x.transpose(1, 2), beta.dtype) for name, x in (("q", q), ("k", k), ("v", v)))
     kT = buffer.copy("kT", k.mT, beta.dtype)  # [m, H, K, C]: a product with a transposed view is half as fast
-    G = cumulative_decay(g.transpose(1, 2)).view(m, H, R, C)
-    beta = beta.transpose(1, 2).reshape(m, H, R, C)
-    gamma, tail = (x.to(beta.dtype).exp2()[..., None] for x in (G, G[..., -1:] - G))
-    A, scores = _intra_chunk(q, kT, G, beta, buffer)
+    g, beta = (x.transpose(1, 2).reshape(m, H, R, C) for x in (g, beta))
+    Gamma, gamma, tail = ChunkDecays.apply(g)
+    gamma, tail = gamma[..., None], tail[..., None]
+    A, scores = _intra_chunk(q, kT, Gamma, beta, buffer)
     u = torch.bmm(A.view(-1, C, C), v.flatten(0, 1), out=buffer("u", m * HV, *v.shape[2:]))  # (5.3)
     A = torch.mul(A, gamma.mT, out=buffer("A", *A.shape))
     w = torch.bmm(A.view(-1, R * C, C), k.flatten(0, 1), out=buffer("w", m * H, R * C, K))  # (5.3)
@@ -144,12 +173,10 @@ def prepare_chunks(
     return Prepared(*(x.flatten(0, -3) for x in rows))
 
 
-def _intra_chunk(q: Tensor, kT: Tensor, G: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
-    """(I + Gamma * L)^-1 diag(beta), Gamma * (Q K^T): both [m,H,R,C,C], from q [m,H,C,K], kT [m,H,K,C], G [m,H,R,C]."""
+def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
+    """(I + Gamma * L)^-1 diag(beta) and Gamma * (Q K^T), both [m,H,R,C,C] like Gamma; q [m,H,C,K], kT [m,H,K,C]."""
     m, H, _, C = kT.shape
-    shape = (*G.shape, C)
-    q, kT = q.flatten(0, 1), kT.flatten(0, 1)
-    Gamma = decay_matrix(G, kT.dtype, out=buffer("Gamma", *shape))
+    shape, q, kT = Gamma.shape, q.flatten(0, 1), kT.flatten(0, 1)
     products = torch.bmm(kT.mT, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
     L = torch.mul(products, Gamma, out=buffer("L", *shape))
     L = torch.mul(L, beta[..., None], out=buffer("L", *shape))
@@ -314,6 +341,7 @@ def chunk_local_cumsum(
     sum is taken in float64 with underflowing decays as resets (7.5) and returned in output_dtype (default float32, or
     float64 for float64), where decays far apart in size lose what a float32 cannot hold.
     """
+    check_stage(cu_seqlens, chunk_size, g=g)
     dtype = at_least_float32(g.dtype)
     slots = slots_of(g.shape[1], chunk_size, cu_seqlens, chunk_indices, g.device)
     chunks = _head_chunks(g.to(dtype), slots)  # [B, NC, HV, C]
@@ -336,7 +364,8 @@ def chunk_scaled_dot_kkt_fwd(
     the chunk's matrix a token, so that the block of a chunk is a [C, C] view.
     """
     if beta is None:
-        raise TypeError("beta: expected a tensor [B, T, HV], found None")
+        raise TypeError("beta: found None, expected a tensor [B, T, HV]")
+    check_stage(cu_seqlens, chunk_size, k=k, g=g, beta=beta)
     dtype = at_least_float32(k.dtype)
     T, R = k.shape[1], beta.shape[2] // k.shape[2]
     slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
@@ -355,6 +384,7 @@ def solve_tril(
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """(I + A)^-1 of every chunk's strictly lower block, [B,T,HV,C] -> [B,T,HV,C]   (6.3), (6.4)."""
+    check_stage(cu_seqlens, _width("A", A), A=A)
     dtype, (T, _, C) = at_least_float32(A.dtype), A.shape[1:]
     slots = slots_of(T, C, cu_seqlens, chunk_indices, A.device)
     blocks = _head_chunks(A.to(dtype), slots)  # [B, NC, HV, C, C]
@@ -383,6 +413,7 @@ def recompute_w_u_fwd(
     [NC,2], derived from cu_seqlens when omitted. Returns (w [B,T,HV,K], u like v), w in k's dtype. Log2 is the
     meaning that Megatron and fla-core from 0.5.1 give this name; earlier fla-core, vLLM and SGLang take natural logs.
     """
+    check_stage(cu_seqlens, _width("A", A), k=k, v=v, beta=beta, A=A, g=g)
     dtype, (T, HV, C) = at_least_float32(A.dtype), A.shape[1:]
     slots = slots_of(T, C, cu_seqlens, chunk_indices, k.device)
     k_, v_, b_, A_ = (_head_chunks(x.to(dtype), slots) for x in (k, v, beta, A))
@@ -413,6 +444,7 @@ def chunk_states(
     k: [B,T,H,K]; w: [B,T,HV,K]; u: [B,T,HV,V]; g: within-chunk cumulative log2 decays [B,T,HV] or None;
     initial_state: [N,HV,K,V] or None.
     """
+    check_stage(cu_seqlens, chunk_size, k=k, w=w, u=u, g=g)
     dtype, (B, T, HV, V), K = at_least_float32(w.dtype), u.shape, k.shape[-1]
     if cu_seqlens is not None and chunk_indices is None:
         chunk_indices = prepare_chunk_indices(cu_seqlens, chunk_size)
@@ -451,6 +483,7 @@ def chunk_output(
     q, k: [B,T,H,K]; delta: [B,T,HV,V] and h: [B,NC,HV,K,V] from chunk_states; g: within-chunk cumulative log2 decays
     or None; scale: K^-1/2 if None.
     """
+    check_stage(cu_seqlens, chunk_size, q=q, k=k, delta=delta, g=g)
     dtype, (T, HV) = h.dtype, delta.shape[1:3]
     slots = slots_of(T, chunk_size, cu_seqlens, chunk_indices, k.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -459,6 +492,11 @@ def chunk_output(
     scores = (q @ k.mT) * decay_matrix(G, dtype)
     o = G.to(dtype).exp2()[..., None] * (q @ h) + scores @ _head_chunks(delta.to(dtype), slots)  # (5.5)
     return _tokens(o * scale, slots, T)
+
+
+def _width(name: str, A) -> int:
+    check_tensor(name, A, FLOATS, dict.fromkeys(STAGE_AXES["A"]))
+    return A.shape[-1]
 
 
 def _head_chunks(x: Tensor, slots: Slots) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import check_backend, check_delta_rule, compute_dtype
+from .arguments import Sizes, check_backend, check_delta_rule, compute_dtype
 from .chunkwise import chunkwise_gated_delta_rule
 from .gates import l2norm, log_decay, write_strength
 from .recurrent import recurrent_gated_delta_rule
@@ -93,6 +93,9 @@ def chunk_gated_delta_rule(
     v; None unless output_final_state). Differentiable in every floating input. There is no mask: pad a plain batch
     with beta = 0 and g = 0.
 
+    A float16 output cannot hold more than 65504 and overflows to inf beyond: take bfloat16 or float32 for v where a
+    readout may grow so large. Autocast does not reach inside: the dtypes of the inputs decide.
+
     Raises ValueError or TypeError, naming the argument, before anything is computed; RuntimeError if the backend
     asked for cannot serve.
 
@@ -104,25 +107,36 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, chunk_size=chunk_size,
     )  # fmt: skip
-    chosen = _announce(which_backend(q, backend), q)
+    chosen = _announce(which_backend(q, backend), q).name
+    with torch.autocast(q.device.type, enabled=False):
+        if use_gate_in_kernel:
+            g = log_decay(g, A_log, dt_bias)
+        if use_beta_sigmoid_in_kernel:
+            beta = write_strength(beta, allow_neg_eigval)
+        if use_qk_l2norm_in_kernel:
+            q, k = (l2norm(x.to(compute_dtype(q, k, v))) for x in (q, k))
+        scale = sizes.K**-0.5 if scale is None else scale
+        state = initial_state if initial_state is None or not state_v_first else initial_state.transpose(-1, -2)
+        o, state = _delta_rule(chosen, sizes, q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
+    if not output_final_state:
+        return o, None
+    return o, (state.transpose(-1, -2) if state_v_first else state).contiguous()
+
+
+def _delta_rule(
+    chosen: str, sizes: Sizes, q, k, v, g, beta, scale, state, cu_seqlens, chunk_size
+) -> tuple[Tensor, Tensor]:
+    """Fill in what was left out, and run; g and beta are the gates themselves, state is [N,HV,K,V]."""
     dtype = compute_dtype(q, k, v)
-    if use_gate_in_kernel:
-        g = log_decay(g, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        beta = write_strength(beta, allow_neg_eigval)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q.to(dtype)), l2norm(k.to(dtype))
-    g, beta = (_filled(x, value, v, dtype) for x, value in ((g, 0), (beta, 1)))
-    scale = sizes.K**-0.5 if scale is None else scale
-    state = _state_in(initial_state, sizes, state_v_first, q, dtype)
-    if chosen.name == "recurrent":
-        q, k, v_wide = (x.to(dtype) for x in (q, k, v))
+    g, beta = (v.new_full(v.shape[:3], x, dtype=dtype) if isinstance(x, int) else x.to(dtype)
+               for x in (0 if g is None else g, 1 if beta is None else beta))  # fmt: skip
+    state = q.new_zeros(sizes.N, sizes.HV, sizes.K, sizes.V, dtype=dtype) if state is None else state.to(dtype)
+    if chosen == "recurrent":
         bounds = None if cu_seqlens is None else cu_seqlens.cpu()
-        o, final = recurrent_gated_delta_rule(q, k, v_wide, g, beta, scale, state, bounds)
+        o, state = recurrent_gated_delta_rule(*(x.to(dtype) for x in (q, k, v)), g, beta, scale, state, bounds)
     else:
-        o, final = chunkwise_gated_delta_rule(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
-    final = final.transpose(-1, -2) if state_v_first else final
-    return o.to(v.dtype), final.contiguous() if output_final_state else None
+        o, state = chunkwise_gated_delta_rule(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
+    return o.to(v.dtype), state
 
 
 def fused_recurrent_gated_delta_rule(
@@ -171,13 +185,3 @@ def _announce(chosen: Backend, x: Tensor) -> Backend:
 
 
 _announced: list[Backend] = []
-
-
-def _filled(x: Tensor | None, value: float, v: Tensor, dtype: torch.dtype) -> Tensor:
-    return v.new_full(v.shape[:3], value, dtype=dtype) if x is None else x.to(dtype)
-
-
-def _state_in(state: Tensor | None, sizes, v_first: bool, q: Tensor, dtype: torch.dtype) -> Tensor:
-    if state is None:
-        return q.new_zeros(sizes.N, sizes.HV, sizes.K, sizes.V, dtype=dtype)
-    return (state.transpose(-1, -2) if v_first else state).to(dtype)

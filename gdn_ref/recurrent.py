@@ -70,7 +70,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
         o, state = recurrent_step(*token, state)
         outputs.append(o)
-    return Step(torch.stack(outputs, 1) if outputs else v, state)
+    return Step(torch.stack(outputs, 1), state) if outputs else Step(v, state.clone())
 
 
 def _warn_of_training_memory(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
