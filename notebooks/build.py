@@ -159,7 +159,7 @@ def build_site(source: Path, target: Path) -> None:
     What was in `target` goes; a folder that holds anything but an earlier site is refused.
     """
     if target.exists() and any(target.iterdir()) and not (target / "objects.inv").exists():
-        print(f"--out: found {target} full of something else, expected a new folder or an earlier site", file=sys.stderr)
+        print(f"--out: found something else in {target}, expected a new folder or an earlier site", file=sys.stderr)
         sys.exit(2)
     sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going"]
     with tempfile.TemporaryDirectory() as scratch:  # Sphinx and myst-nb leave things beside what they build
