@@ -104,4 +104,9 @@ def _scan_batch(sequences: Tensor, lengths: Tensor, starts: Tensor, chunk_size: 
 
 def fitting_chunk(chunk_size: int, longest: int) -> int:
     """The chunk size asked for, or the power of two that holds the longest sequence if that is smaller."""
-    return min(chunk_size, 1 << max(longest - 1, 0).bit_length())
+    return min(chunk_size, power_of_two(longest))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()

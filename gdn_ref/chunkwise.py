@@ -22,12 +22,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import FLOATS, STAGE_AXES, check_stage, check_tensor
-from .chunks import Slots, fitting_chunk, prepare_chunk_indices, scan_batches, slots_of, to_chunks, to_tokens
+from .chunks import (
+    Slots,
+    fitting_chunk,
+    power_of_two,
+    prepare_chunk_indices,
+    scan_batches,
+    slots_of,
+    to_chunks,
+    to_tokens,
+)
 from .gates import at_least_float32
 
 LOG2E = math.log2(math.e)
 # A decay below this is 0 in float32 (float64), so that anything smaller is the same reset; kept finite for the sums.
 SMALLEST_LOG_DECAY = {torch.float32: -128.0, torch.float64: -1024.0}
+LARGEST_CHUNK = 64
 # Chunks times heads that are prepared together: their temporaries should stay in the second-level cache.
 GROUP_ROWS = 64
 # Places (tokens times heads) that one step of the scan may hold, so that memory stays bounded for large batches.
@@ -272,6 +282,9 @@ def chunkwise_gated_delta_rule(
     that dtype and the states [N,HV,K,V]. Arguments are not checked here: see ops.py. Source: Gated Delta Networks
     (arXiv 2412.06464) section 3.3, with Gamma for the mask of its output; book (5.3) to (5.6).
     """
+    # Chunks much longer than keys are wide cost more, and round worse: so many writes into so few directions all but
+    # cancel in I - K^T W. Beyond 64 tokens the same is true of any width.
+    chunk_size = min(chunk_size, LARGEST_CHUNK, max(16, power_of_two(2 * k.shape[-1])))
     run = _run_dense if cu_seqlens is None else _run_packed
     return run(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
 

@@ -84,9 +84,9 @@ def chunk_gated_delta_rule(
     scale: Python number; K**-0.5 if None.
     initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; zeros if None; never modified.
     cu_seqlens: [N + 1] int32 or int64, boundaries of N sequences packed into one row (B = 1), on the CPU to save a
-    wait
-        for the device. Tokens beyond the last boundary give 0.
-    chunk_size: tokens a chunk, 1 to 256; it changes rounding and speed, not the result.
+        wait for the device. Tokens beyond the last boundary give 0.
+    chunk_size: the most tokens a chunk may have, 1 to 256 (torch takes 64 at most, fewer for narrow keys); it
+        changes rounding and speed, not the result.
     backend: "auto", "triton", "torch" or "recurrent" (token by token, the definition); see which_backend.
 
     Returns (o [B, T, HV, V] in v's dtype, final state like initial_state in float32, or float64 for float64 q, k or
