@@ -3,9 +3,10 @@
     pip install transformers==5.24.0 einops && pip install --no-deps fla-core==0.6.0
     python benchmarks/cpu.py --out benchmarks/results/cpu.json
 
-Every round runs each implementation once, in turn, after one call to warm the caches; a ratio is the median over rounds of
-"theirs / ours" within the round, so that a machine whose speed drifts does not favour anybody. A peer that is not
-installed is left out and said so. Peak memory is that of a fresh process that makes one call, less one that makes none.
+Every round runs each implementation once, in turn, after one call to warm the caches; a ratio is the median over
+rounds of "theirs / ours" within the round, so that a machine whose speed drifts does not favour anybody. A peer that is
+not installed is left out and said so. Peak memory is that of a fresh process that makes one call, less one that makes
+none.
 """
 
 from __future__ import annotations
@@ -89,8 +90,10 @@ def time_rounds(functions: dict, op: str, T: int, rounds: int) -> dict[str, list
 
 def peak_memory(op: str, T: int, name: str) -> float:
     """MB that one call adds to the peak of a fresh process."""
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import cpu; cpu.report_peak({op!r}, {T}, {{!r}})"
-    runs = [subprocess.run([sys.executable, "-c", script.format(n)], capture_output=True, text=True) for n in (name, "")]
+    here = str(Path(__file__).parent)
+    script = f"import sys; sys.path.insert(0, {here!r}); import cpu; cpu.report_peak({op!r}, {T}, {{!r}})"
+    commands = [[sys.executable, "-c", script.format(n)] for n in (name, "")]
+    runs = [subprocess.run(command, capture_output=True, text=True) for command in commands]
     if any(run.returncode for run in runs):
         raise RuntimeError(runs[0].stderr + runs[1].stderr)
     full, empty = (int(run.stdout.split()[-1]) for run in runs)

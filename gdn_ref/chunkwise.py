@@ -39,7 +39,7 @@ LOG2E = math.log2(math.e)
 SMALLEST_LOG_DECAY = {torch.float32: -128.0, torch.float64: -1024.0}
 LARGEST_CHUNK = 64
 # Chunks times heads that are prepared together: their temporaries should stay in the second-level cache.
-GROUP_ROWS = 64
+GROUP_ROWS = 128
 # Places (tokens times heads) that one step of the scan may hold, so that memory stays bounded for large batches.
 STEP_PLACES = 2**17
 
@@ -66,8 +66,8 @@ def decay_matrix(G: Tensor, dtype: torch.dtype) -> Tensor:
     """
     C, whole = G.shape[-1], G.round()
     rest, whole = (G - whole).to(dtype), whole.to(dtype)
-    kept = torch.ones(C, C, dtype=torch.bool, device=G.device).tril()
-    exponent = torch.where(kept, whole[..., :, None] - whole[..., None, :], -math.inf)
+    mask = torch.full((C, C), -math.inf, dtype=dtype, device=G.device).triu(1)
+    exponent = (whole[..., :, None] - whole[..., None, :]).add_(mask)
     return exponent.exp2_().mul_(rest.exp2()[..., :, None]).mul_((-rest).exp2()[..., None, :])  # (7.1)
 
 
@@ -150,7 +150,7 @@ class Buffers:
 class Prepared(NamedTuple):
     """What a group of chunks needs before its states are known; M = chunks * HV rows."""
 
-    w: Tensor  # [M, C, K] A diag(beta) diag(gamma) K
+    w: Tensor  # [M, C, K] A diag(beta gamma) K
     u: Tensor  # [M, C, V] A diag(beta) V; the scan turns it into E where nothing is differentiated
     late_keys: Tensor  # [M, K, C] (diag(gamma_C / gamma) K)^T
     decay: Tensor  # [M, 1, 1] gamma_C
@@ -166,70 +166,60 @@ def prepare_chunks(
     q, k: [m,C,H,K]; v: [m,C,HV,V]; g (natural log), beta: [m,C,HV] in the dtype of the arithmetic. Products with keys
     are taken once a key head; its R = HV/H value heads share them.
     """
-    (m, C, H, K), HV = k.shape, v.shape[2]
-    R = HV // H
-    q, k, v = (buffer.copy(name, x.transpose(1, 2), beta.dtype) for name, x in (("q", q), ("k", k), ("v", v)))
-    kT = buffer.copy("kT", k.mT, beta.dtype)  # [m, H, K, C]: a product with a transposed view is half as fast
+    (m, C, H, K), (HV, V) = k.shape, v.shape[2:]
+    R, dtype = HV // H, beta.dtype
     g, beta = (x.transpose(1, 2).reshape(m, H, R, C) for x in (g, beta))
     Gamma, gamma, tail = ChunkDecays.apply(g)
-    gamma, tail = gamma[..., None], tail[..., None]
+    gamma, tail, beta = gamma[..., None], tail[..., None], beta[..., None]  # [m, H, R, C, 1]
+    # Rows of keys serve W alone and come scaled; everything else takes them as columns, since a product with a
+    # transposed view is half as fast.
+    q, kT = buffer.copy("q", q.transpose(1, 2), dtype), buffer.copy("kT", k.permute(0, 2, 3, 1), dtype)
     A, scores = _intra_chunk(q, kT, Gamma, beta, buffer)
-    u = torch.bmm(A.view(-1, C, C), v.flatten(0, 1), out=buffer("u", m * HV, *v.shape[2:]))  # (5.3)
-    A = torch.mul(A, gamma.mT, out=buffer("A", *A.shape))
-    w = torch.bmm(A.view(-1, R * C, C), k.flatten(0, 1), out=buffer("w", m * H, R * C, K))  # (5.3)
+    keys = torch.mul(k.transpose(1, 2)[:, :, None], beta * gamma, out=buffer("keys", m, H, R, C, K))
+    values = torch.mul(v.transpose(1, 2).unflatten(1, (H, R)), beta, out=buffer("values", m, H, R, C, V))
+    w = torch.bmm(A, keys.reshape(-1, C, K), out=buffer("w", m * HV, C, K))  # (5.3)
+    u = torch.bmm(A, values.reshape(-1, C, V), out=buffer("u", m * HV, C, V))  # (5.3)
     late_keys = torch.mul(kT[:, :, None], tail.mT, out=buffer("late_keys", m, H, R, K, C))  # (5.6)
     early_queries = torch.mul(q[:, :, None], gamma * scale, out=buffer("early_queries", m, H, R, C, K))  # (5.5)
-    rows = (w.view(-1, C, K), u, late_keys, gamma[..., -1:, :], early_queries, scores)
-    return Prepared(*(x.flatten(0, -3) for x in rows))
+    return Prepared(w, u, *(x.flatten(0, 2) for x in (late_keys, gamma[..., -1:, :], early_queries)), scores)
 
 
 def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
-    """(I + Gamma * L)^-1 diag(beta) and Gamma * (Q K^T), both [m,H,R,C,C] like Gamma; q [m,H,C,K], kT [m,H,K,C]."""
+    """(I + Gamma * L)^-1 and Gamma * (Q K^T), both [M,C,C]; q [m,H,C,K], kT [m,H,K,C], Gamma [m,H,R,C,C]."""
     m, H, _, C = kT.shape
     shape, q, kT = Gamma.shape, q.flatten(0, 1), kT.flatten(0, 1)
     products = torch.bmm(kT.mT, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
     L = torch.mul(products, Gamma, out=buffer("L", *shape))
-    L = torch.mul(L, beta[..., None], out=buffer("L", *shape))
-    inverse = UnitLowerInverse.apply(L.view(-1, C, C)).view(shape)  # (5.2)
-    A = torch.mul(inverse, beta[..., None, :], out=buffer("A", *shape))
+    L = torch.mul(L, beta, out=buffer("L", *shape))
+    A = UnitLowerInverse.apply(L.view(-1, C, C))  # (5.2)
     products = torch.bmm(q, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
-    return A, torch.mul(products, Gamma, out=buffer("scores", *shape))  # (5.5)
+    return A, torch.mul(products, Gamma, out=buffer("scores", *shape)).view(-1, C, C)  # (5.5)
 
 
 class Scanned(NamedTuple):
-    starts: Tensor  # [M, K, V] the state at the start of every chunk
-    delta: Tensor  # [M, C, V] E = U - W S
+    o: Tensor  # [M, C, V]
     ended: list[Tensor]  # states of the sequences that ended, the longest first
     state: Tensor  # [n*HV, K, V] of the others
 
 
-def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], buffer: Buffers) -> Scanned:
+def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], scale: float, buffer: Buffers) -> Scanned:
     """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
 
     state: [n*HV,K,V]; rows: heads times sequences at each step, never rising.
     """
-    kept = buffer("starts", sum(rows) + rows[-1], *state.shape[1:])
-    slots = [None] * (len(rows) + 1) if kept is None else kept.split([*rows, rows[-1]])
-    states, deltas, ended = [], [], []
-    for i, (w, u, late_keys, decay) in enumerate(zip(*(x.split(rows) for x in chunks[:4]), strict=True)):
-        n = len(w)
-        if n < len(state):
-            ended, state = [state[n:].clone(), *ended], state[:n]
-        if kept is not None and (i == 0 or n < rows[i - 1]):
-            state = slots[i].copy_(state)
-        states.append(state)
-        deltas.append(buffer.add_product(u, w, state, alpha=-1))  # (5.4)
-        scaled = torch.mul(decay, state, out=slots[i + 1] if i + 1 == len(rows) or rows[i + 1] == n else None)
-        state = buffer.add_product(scaled, late_keys, deltas[-1])  # (5.6)
-    if kept is None:
-        return Scanned(torch.cat(states), torch.cat(deltas), ended, state)
-    return Scanned(kept[: sum(rows)], chunks.u, ended, state)
-
-
-def output_chunks(chunks: Prepared, scanned: Scanned, scale: float, buffer: Buffers) -> Tensor:
-    """scale (diag(gamma) Q S + (Gamma * Q K^T) E) -> [M,C,V]   (5.5)"""
-    o = torch.bmm(chunks.early_queries, scanned.starts, out=buffer("o", *chunks.u.shape))
-    return buffer.add_product(o, chunks.scores, scanned.delta, alpha=scale)
+    o = buffer("o", *chunks.u.shape)
+    targets = [None] * len(rows) if o is None else o.split(rows)
+    outputs, deltas, ended = [], [], []
+    steps = zip(*(x.split(rows) for x in chunks[:5]), targets, strict=True)
+    for w, u, late_keys, decay, early_queries, target in steps:
+        if len(w) < len(state):
+            ended, state = [state[len(w) :].clone(), *ended], state[: len(w)]
+        outputs.append(torch.bmm(early_queries, state, out=target))
+        deltas.append(buffer.add_product(u, w, state, alpha=-1))  # E = U - W S   (5.4)
+        state = torch.mul(decay, state, out=buffer("state", *state.shape))
+        state = buffer.add_product(state, late_keys, deltas[-1])  # (5.6)
+    o, delta = (torch.cat(outputs), torch.cat(deltas)) if o is None else (o, chunks.u)
+    return Scanned(buffer.add_product(o, chunks.scores, delta, alpha=scale), ended, state)  # (5.5)
 
 
 def _run_batch(
@@ -247,10 +237,10 @@ def _run_batch(
     targets = [None] * len(groups) if tokens is None else tokens.split(sizes)
     for group, target, *inputs in zip(groups, targets, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
         chunks = prepare_chunks(*inputs, scale, buffer)
-        scanned = scan_chunks(chunks, state, [count * HV for count in group], buffer)
-        o = output_chunks(chunks, scanned, scale, buffer).view(-1, HV, C, V).transpose(1, 2)  # [m, C, HV, V]
+        o, done, state = scan_chunks(chunks, state, [count * HV for count in group], scale, buffer)
+        o = o.view(-1, HV, C, V).transpose(1, 2)  # [m, C, HV, V]
         outputs.append(o if target is None else target.copy_(o))
-        ended, state = scanned.ended + ended, scanned.state
+        ended = done + ended
     o = torch.cat(outputs) if tokens is None else tokens
     return o, torch.cat([state, *ended]).view(shape)
 
