@@ -322,46 +322,35 @@ def reference(x, fn=recurrence, **options):
     return run(fn, wide, **options)
 
 
-def finite(results):
-    return all(t.isfinite().all() for t in results.values())
-
-
 def check(fn, x, bound=FP32_BOUND, oracle=recurrence, oracle_options=None, **options):
-    """run(fn, x) against the oracle, every result and gradient, within the bound per sequence and head.
+    """run(fn, x) against the oracle: every result and gradient within the bound, per sequence and head.
 
-    One exception, with a measure of its own: the gradient of a gate in a sequence of one or two tokens is one inner
-    product, which may cancel to (nearly) nothing. There an error is let pass if rounding the inputs to float32 would
-    by itself move the oracle by a sixteenth of it or more.
+    One exception, with a measure of its own. The gradient of a gate is a sum of inner products that may cancel to next
+    to nothing (one or two tokens; equal keys without decay and from a zero state, where the float32 recurrence itself
+    is up to 6e-5 off). Where moving the inputs by half a float32 unit moves the oracle's gradient by a quarter of the
+    bound or more, no float32 code can be held to the bound, and eight times that movement is allowed instead.
     """
     oracle_options = oracle_options or {}
     actual, expected = run(fn, x, **options), reference(x, oracle, **oracle_options)
-    cu = x.get("cu_seqlens")
-    allowance = None
+    cu, moved = x.get("cu_seqlens"), None
+    assert set(actual) == set(expected)
     for name in expected:
         error = relative_l2(actual[name], expected[name], cu, kind=kind_of(name)).nan_to_num(nan=float("inf"))
         over = ~(error <= bound)
-        if over.any() and name != "o" and name != "state":
-            allowance = allowance or _rounding(x, expected, oracle, oracle_options)
-            excused = (_tokens(x) <= 2)[:, None] & (error <= 16 * allowance[name])
-            over &= ~(excused if kind_of(name) != "parameter" else excused.all())
-        assert not over.any(), (
-            f"{name}: relative L2 against float64 {error.max():.2e} > {bound:.0e}; all {worst(actual, expected, cu)}"
-        )
-
-
-def _tokens(x):
-    """Tokens of each sequence (and of what lies beyond the last one, when packed)."""
-    T, B = x["q"].shape[1], x["q"].shape[0]
-    if x.get("cu_seqlens") is None:
-        return torch.full((B,), T)
-    cu = x["cu_seqlens"]
-    return torch.cat([cu.diff(), T - cu[-1:]])
+        if over.any() and name.startswith("d_"):
+            moved = moved or _rounding(x, expected, oracle, oracle_options)
+            over &= ~((moved[name] >= bound / 4) & (error <= 8 * moved[name]))
+        found = f"{name}: relative L2 against float64 {error.max() if error.numel() else 0:.2e} > {bound:.0e}"
+        assert not over.any(), f"{found}; all {worst(actual, expected, cu)}"
 
 
 def _rounding(x, expected, oracle, options):
-    """{name: relative change [N, heads] of the oracle when its inputs move by half a float32 unit}, of four tries."""
+    """{name: change [N, heads] of the oracle's results, relative L2, when its inputs move by half a float32 unit}.
+
+    Root mean square of eight tries.
+    """
     changes = []
-    for n in range(4):
+    for n in range(8):
         gen = rng("rounding", n)
         moved = {
             m: t.double() * (1 + 2.0**-24 * torch.sign(randn(gen, *t.shape)))
@@ -373,7 +362,7 @@ def _rounding(x, expected, oracle, options):
         changes.append(
             {m: relative_l2(results[m], expected[m], x.get("cu_seqlens"), kind=kind_of(m)) for m in expected}
         )
-    return {m: torch.stack([c[m] for c in changes]).amax(0) for m in expected}
+    return {m: torch.stack([c[m] for c in changes]).square().mean(0).sqrt() for m in expected}
 
 
 # ---------------------------------------------------------------- what a call costs
