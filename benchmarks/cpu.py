@@ -5,8 +5,8 @@
 
 Every round runs each implementation once, in turn, after one call to warm the caches; a ratio is the median over
 rounds of "theirs / ours" within the round, so that a machine whose speed drifts does not favour anybody. A peer that is
-not installed is left out and said so. Peak memory is that of a fresh process that makes one call, less one that makes
-none.
+not installed is left out and said so. Peak memory is what one call adds to the resident size of a fresh
+process.
 """
 
 from __future__ import annotations
@@ -89,25 +89,27 @@ def time_rounds(functions: dict, op: str, T: int, rounds: int) -> dict[str, list
 
 
 def peak_memory(op: str, T: int, name: str) -> float:
-    """MB that one call adds to the peak of a fresh process."""
+    """MB that one call takes at its peak, in a fresh process."""
     here = str(Path(__file__).parent)
-    script = f"import sys; sys.path.insert(0, {here!r}); import cpu; cpu.report_peak({op!r}, {T}, {{!r}})"
-    commands = [[sys.executable, "-c", script.format(n)] for n in (name, "")]
-    runs = [subprocess.run(command, capture_output=True, text=True) for command in commands]
-    if any(run.returncode for run in runs):
-        raise RuntimeError(runs[0].stderr + runs[1].stderr)
-    full, empty = (int(run.stdout.split()[-1]) for run in runs)
-    return (full - empty) / 1024
+    script = f"import sys; sys.path.insert(0, {here!r}); import cpu; cpu.report_peak({op!r}, {T}, {name!r})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(run.stderr)
+    return int(run.stdout.split()[-1]) / 1024
 
 
 def report_peak(op: str, T: int, name: str) -> None:
-    """Print the peak resident size in KiB after one call of the named implementation, or of none."""
-    import resource
+    """Print by how many KiB one call raises the resident size at most; Linux only."""
+    function, x = implementations()[name], inputs(T, grad=op == "fwdbwd")
+    call(function, op, inputs(64, grad=op == "fwdbwd"))  # what is loaded once does not count
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    call(function, op, x)
+    print(_resident("VmHWM") - before)
 
-    function, x = implementations().get(name), inputs(T, grad=op == "fwdbwd")
-    if function:
-        call(function, op, x)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+def _resident(field: str) -> int:
+    return next(int(line.split()[1]) for line in _lines("/proc/self/status") if line.startswith(field))
 
 
 def main() -> None:
@@ -127,7 +129,7 @@ def main() -> None:
         for name, ms in times.items():
             ratio = statistics.median(theirs / ours for theirs, ours in zip(ms, times["gdn_ref"], strict=True))
             rows.append(_row(op, T, name, ms=statistics.median(ms), ms_min=min(ms), ratio=ratio))
-    for T in () if args.no_memory else (2048, 4096, 8192):
+    for T in () if args.no_memory else (1024, 2048, 4096):
         rows += [_row("fwdbwd_peak", T, name, mb=peak_memory("fwdbwd", T, name)) for name in functions]
     if args.out:
         args.out.write_text(json.dumps(_document(functions, rows, args), indent=1) + "\n")

@@ -142,6 +142,10 @@ class Buffers:
         kept = self(name, *x.shape)
         return x.to(dtype).contiguous() if kept is None else kept.copy_(x)
 
+    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x * factor, in the place of x where memory is used again."""
+        return x.mul_(factor) if self._reuse else x * factor
+
     def add_product(self, x: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
         """x + alpha a @ b, in the place of x where memory is used again."""
         return x.baddbmm_(a, b, alpha=alpha) if self._reuse else torch.baddbmm(x, a, b, alpha=alpha)
@@ -152,15 +156,14 @@ class Prepared(NamedTuple):
 
     w: Tensor  # [M, C, K] A diag(beta gamma) K
     u: Tensor  # [M, C, V] A diag(beta) V; the scan turns it into E where nothing is differentiated
-    late_keys: Tensor  # [M, K, C] (diag(gamma_C / gamma) K)^T
-    decay: Tensor  # [M, 1, 1] gamma_C
-    early_queries: Tensor  # [M, C, K] scale diag(gamma) Q
+    q: Tensor  # [M, C, K]
+    kT: Tensor  # [M, K, C]
+    gamma: Tensor  # [M, C, 1] decay since the chunk's start
+    tail: Tensor  # [M, C, 1] decay up to the chunk's end
     scores: Tensor  # [M, C, C] Gamma * (Q K^T)
 
 
-def prepare_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, buffer: Buffers
-) -> Prepared:
+def prepare_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffer: Buffers) -> Prepared:
     """Everything that does not depend on the state, for all chunks of a group at once.
 
     q, k: [m,C,H,K]; v: [m,C,HV,V]; g (natural log), beta: [m,C,HV] in the dtype of the arithmetic. Products with keys
@@ -179,9 +182,8 @@ def prepare_chunks(
     values = torch.mul(v.transpose(1, 2).unflatten(1, (H, R)), beta, out=buffer("values", m, H, R, C, V))
     w = torch.bmm(A, keys.reshape(-1, C, K), out=buffer("w", m * HV, C, K))  # (5.3)
     u = torch.bmm(A, values.reshape(-1, C, V), out=buffer("u", m * HV, C, V))  # (5.3)
-    late_keys = torch.mul(kT[:, :, None], tail.mT, out=buffer("late_keys", m, H, R, K, C))  # (5.6)
-    early_queries = torch.mul(q[:, :, None], gamma * scale, out=buffer("early_queries", m, H, R, C, K))  # (5.5)
-    return Prepared(w, u, *(x.flatten(0, 2) for x in (late_keys, gamma[..., -1:, :], early_queries)), scores)
+    q, kT = (x[:, :, None].expand(m, H, R, *x.shape[2:]) for x in (q, kT))
+    return Prepared(w, u, *(x.flatten(0, 2) for x in (q, kT, gamma, tail)), scores)
 
 
 def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
@@ -190,19 +192,19 @@ def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buf
     shape, q, kT = Gamma.shape, q.flatten(0, 1), kT.flatten(0, 1)
     products = torch.bmm(kT.mT, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
     L = torch.mul(products, Gamma, out=buffer("L", *shape))
-    L = torch.mul(L, beta, out=buffer("L", *shape))
+    L = buffer.scale(L, beta)
     A = UnitLowerInverse.apply(L.view(-1, C, C))  # (5.2)
     products = torch.bmm(q, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
-    return A, torch.mul(products, Gamma, out=buffer("scores", *shape)).view(-1, C, C)  # (5.5)
+    return A, buffer.scale(Gamma, products).view(-1, C, C)  # (5.5)
 
 
 class Scanned(NamedTuple):
-    o: Tensor  # [M, C, V]
+    o: Tensor  # [M, C, V] not scaled yet
     ended: list[Tensor]  # states of the sequences that ended, the longest first
     state: Tensor  # [n*HV, K, V] of the others
 
 
-def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], scale: float, buffer: Buffers) -> Scanned:
+def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], buffer: Buffers) -> Scanned:
     """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
 
     state: [n*HV,K,V]; rows: heads times sequences at each step, never rising.
@@ -210,16 +212,17 @@ def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], scale: float, 
     o = buffer("o", *chunks.u.shape)
     targets = [None] * len(rows) if o is None else o.split(rows)
     outputs, deltas, ended = [], [], []
-    steps = zip(*(x.split(rows) for x in chunks[:5]), targets, strict=True)
-    for w, u, late_keys, decay, early_queries, target in steps:
+    for w, u, q, kT, gamma, tail, target in zip(*(x.split(rows) for x in chunks[:6]), targets, strict=True):
         if len(w) < len(state):
             ended, state = [state[len(w) :].clone(), *ended], state[: len(w)]
-        outputs.append(torch.bmm(early_queries, state, out=target))
-        deltas.append(buffer.add_product(u, w, state, alpha=-1))  # E = U - W S   (5.4)
-        state = torch.mul(decay, state, out=buffer("state", *state.shape))
-        state = buffer.add_product(state, late_keys, deltas[-1])  # (5.6)
+        outputs.append(buffer.scale(torch.bmm(q, state, out=target), gamma))  # diag(gamma) Q S   (5.5)
+        delta = buffer.add_product(u, w, state, alpha=-1)  # E = U - W S   (5.4)
+        late = torch.mul(tail, delta, out=buffer("late", *delta.shape))
+        state = torch.mul(gamma[:, -1:], state, out=buffer("state", *state.shape))
+        state = buffer.add_product(state, kT, late)  # (5.6)
+        deltas.append(delta)
     o, delta = (torch.cat(outputs), torch.cat(deltas)) if o is None else (o, chunks.u)
-    return Scanned(buffer.add_product(o, chunks.scores, delta, alpha=scale), ended, state)  # (5.5)
+    return Scanned(buffer.add_product(o, chunks.scores, delta), ended, state)  # (5.5)
 
 
 def _run_batch(
@@ -236,10 +239,10 @@ def _run_batch(
     outputs, ended = [], []
     targets = [None] * len(groups) if tokens is None else tokens.split(sizes)
     for group, target, *inputs in zip(groups, targets, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
-        chunks = prepare_chunks(*inputs, scale, buffer)
-        o, done, state = scan_chunks(chunks, state, [count * HV for count in group], scale, buffer)
+        chunks = prepare_chunks(*inputs, buffer)
+        o, done, state = scan_chunks(chunks, state, [count * HV for count in group], buffer)
         o = o.view(-1, HV, C, V).transpose(1, 2)  # [m, C, HV, V]
-        outputs.append(o if target is None else target.copy_(o))
+        outputs.append(torch.mul(o, scale, out=target))
         ended = done + ended
     o = torch.cat(outputs) if tokens is None else tokens
     return o, torch.cat([state, *ended]).view(shape)
