@@ -115,7 +115,7 @@ def _resident(field: str) -> int:
 def main() -> None:
     """Run all cases, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of every case (default 15)")
+    parser.add_argument("--rounds", type=int, default=25, help="rounds of every case (default 25)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory rows")
     parser.add_argument("--out", type=Path, help="JSON file to write")
