@@ -1,13 +1,12 @@
-"""Chunkwise form in torch: the stages of the forward pass one by one, and and the pass that the op runs.
+"""Chunkwise form in torch: the stages of the forward pass one by one, and the pass that the op runs.
 
 The stages take tokens as they arrive ([B,T,HV,...], packed or not) and read like the book:
 
     chunk_local_cumsum -> chunk_scaled_dot_kkt_fwd -> solve_tril -> recompute_w_u_fwd -> chunk_states -> chunk_output
 
-The fused pass (prepare_chunks, scan_chunks) computes the same in fewer products: the factor W is never formed, since
-U - W S = A diag(beta) (V - diag(gamma) K S), and keys and queries stand in one matrix, so that K K^T and Q K^T, and
-later K S and Q S, are one product each. Autograd differentiates it; without gradients it writes into buffers that
-stay in the cache.
+The pass that the op runs takes the same steps for a group of chunks at a time, small enough that what lies between two
+products stays in the cache: prepare_chunks all that needs no state, scan_chunks the rest, chunk by chunk. Autograd
+differentiates it; without gradients it writes into memory that is used again from group to group.
 
 Book: chapters 3 to 7.
 """
@@ -38,14 +37,13 @@ LOG2E = math.log2(math.e)
 # A decay below this is 0 in float32 (float64), so that anything smaller is the same reset; kept finite for the sums.
 SMALLEST_LOG_DECAY = {torch.float32: -128.0, torch.float64: -1024.0}
 LARGEST_CHUNK = 64
-# Chunks times heads that are prepared together: their temporaries should stay in the second-level cache.
+# Chunks times heads that are prepared together: a few MB of temporaries, which the cache holds.
 GROUP_ROWS = 128
 # Places (tokens times heads) that one step of the scan may hold, so that memory stays bounded for large batches.
 STEP_PLACES = 2**17
 
 
-# ---------------------------------------------------------------- equations on chunks: [..., C, K], [..., C, V],
-# [..., C]
+# ----------------------------------------------------------------------------------------------- equations on chunks
 
 
 def cumulative_decay(g: Tensor) -> Tensor:
@@ -120,7 +118,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return -(X.mT @ dX @ X.mT).tril(-1)  # d(X) = -X dL X
 
 
-# ----------------------------------------------------------------------------------- the pass that the op runs
+# ----------------------------------------------------------------------------------------- the pass that the op runs
 
 
 class Buffers:
