@@ -19,7 +19,7 @@ from .recurrent import recurrent_gated_delta_rule
 
 
 class Backend(NamedTuple):
-    """The backend that serves a call, and the reason in one sentence."""
+    """What which_backend answers: the name of the backend that serves a call, and the reason in one sentence."""
 
     name: str  # "torch" or "recurrent"
     reason: str  # why this one serves
