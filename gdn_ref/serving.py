@@ -72,7 +72,10 @@ def gdn_extend_chunkwise_torch(
     *,
     has_initial_state: Tensor | None = None,
 ) -> Tensor:
-    """gdn_extend_chunkwise on the torch backend, whatever the device."""
+    """gdn_extend_chunkwise on the torch backend, whatever the device.
+
+    Arguments, result and errors are those of gdn_extend_chunkwise; only the default of chunk_size differs.
+    """
     return _extend(
         q, k, v, a, b, A_log, dt_bias, state_pool, cache_indices, cu_seqlens, chunk_size, has_initial_state, "torch"
     )
