@@ -55,6 +55,12 @@ def load_rows(x, stride, rows, columns, n_rows, n_columns):
 
 
 @triton.jit
+def load_tokens(x, stride, rows, n_rows):
+    """One number a token, [rows]; 0 from row n_rows on."""
+    return tl.load(x + rows * stride, mask=rows < n_rows, other=0.0)
+
+
+@triton.jit
 def store_rows(x, stride, rows, columns, n_rows, n_columns, tile):
     """Store what of the tile lies before row n_rows and column n_columns, in the dtype of x."""
     inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
@@ -76,13 +82,19 @@ def split_decay(G):
 
 
 @triton.jit
-def cumulative_decay(g):
-    """G_i = log2(e) (g_1 + ... + g_i) of a chunk's natural-log decays [C], split in two (7.2). Give 0 past the end.
+def log2_decay(g):
+    """g log2(e) in float64, from natural-log decays of any float dtype (7.2).
 
-    An underflowing decay, -inf too, counts as the reset that it is and leaves the sum finite (7.5).
+    An underflowing decay, -inf too, counts as the reset that it is and leaves sums finite (7.5).
     """
     g = tl.where(g < SMALLEST_LOG_DECAY, SMALLEST_LOG_DECAY, g)  # a NaN stays one
-    return split_decay(tl.cumsum(g.to(tl.float64) * LOG2E, 0))
+    return g.to(tl.float64) * LOG2E
+
+
+@triton.jit
+def cumulative_decay(g):
+    """G_i = log2(e) (g_1 + ... + g_i) of a chunk's natural-log decays [C], split in two. Give 0 past the end."""
+    return split_decay(tl.cumsum(log2_decay(g), 0))
 
 
 @triton.jit
