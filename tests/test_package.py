@@ -34,7 +34,11 @@ ARROWS = {
     "demo_figure": {"notebook"},
     "demo": STAGES | {"ops", "serving", "layer", "notebook", "demo_figure"},
     "notebook": {"identities"},
-    "cli": {"identities", "demo", "serving", "layer", "ops"},
+    "bench_record": set(),
+    "bench_peers": {"ops", "serving"},
+    "bench_figure": {"bench_record", "notebook"},
+    "bench": {"bench_record", "bench_peers", "bench_figure", "gates", "ops"},
+    "cli": {"identities", "demo", "bench", "serving", "layer", "ops"},
     "__main__": {"cli"},
     "__init__": STAGES | {"ops", "serving", "layer"},
 }
