@@ -13,18 +13,20 @@ import datetime
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .bench_peers import IMPLEMENTATIONS, Call, Decode, Prefill, installed
+from .bench_peers import IMPLEMENTATIONS, Call, Decode, Prefill, Unsupported, installed
 from .bench_record import OPS, WIDTH, Shape, check_document, decode_cost, forward_cost, limit_ms, parse_shape, table
 from .gates import l2norm
 from .ops import chunk_gated_delta_rule
@@ -40,6 +42,7 @@ DEVICE = "cuda"
 CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH",
           "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
 
+NO_TIME = "no time left in the budget"
 FIRST_CALL = "import sys, gdn_ref.bench; gdn_ref.bench.first_call(*sys.argv[1:])"
 
 EXAMPLES = """\
@@ -166,9 +169,9 @@ def time_in_turns(functions: dict[str, list[Callable]], clock: Callable = gpu_ms
 
 
 def turn_length(ms: float, sets: int) -> int:
-    """How many calls fill a turn: three or more unless they are slow; going round all sets of tensors equally often."""
+    """How many calls fill a turn: three or more unless they are slow, and whole rounds of the sets of tensors."""
     count = min(max(math.ceil(BLOCK_MS / max(ms, 1e-3)), 3 if ms < 100 else 1), 400)
-    return count if count < sets else count // sets * sets
+    return math.ceil(count / sets) * sets
 
 
 def cpu_ms(calls: list[Callable], count: int) -> float:
@@ -235,9 +238,10 @@ class FirstCall:
             self.process.wait()
             raise RuntimeError("not done in the time there was") from None
         self.said.seek(0)
-        lines = self.said.read().strip().splitlines() or [f"exit status {status}"]
+        lines = self.said.read().strip().splitlines() or ["it said nothing"]
         if status or not lines[-1].startswith("first call: "):
-            raise RuntimeError(f"exit status {status}: {lines[-1][:300]}")
+            print(*lines[-15:], sep="\n", file=sys.stderr, flush=True)
+            raise RuntimeError(f"exit status {status}: {lines[-1]}")
         return float(lines[-1].split()[2])
 
 
@@ -320,10 +324,15 @@ class Run:
         print(f"{op:12s}{shape:20s}{impl:14s}{ms:10.4f} ms  {words}", flush=True)
 
     def failed(self, op: str, shape: str, impl: str, error: object) -> None:
-        """Keep why a figure is missing and print it."""
-        why = str(error) or type(error).__name__
+        """Keep why a figure is missing, in a line that names no folder of this machine; print it, and where it was."""
+        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
+        if isinstance(error, Unsupported):
+            why = str(error)
+        elif isinstance(error, Exception):
+            traceback.print_exception(error, limit=-4)
+        why = re.sub(r"(?:/[\w.+-]+)+/", "", why.splitlines()[0])[:300]
         self.document["failures"].append({"op": op, "shape": shape, "impl": impl, "error": why})
-        print(f"{op:12s}{shape:20s}{impl:14s}   missing: {why.splitlines()[0][:160]}", flush=True)
+        print(f"{op:12s}{shape:20s}{impl:14s}   missing: {why}", flush=True)
 
 
 def time_case(run: Run, op: str, text: str, names: list[str]) -> None:
@@ -383,10 +392,11 @@ def time_cold(run: Run, op: str, names: list[str]) -> None:
     """First calls, each in a new process; ours first, so that a short budget cuts a peer."""
     kind, text = (("fwd", SMALL_FORWARD) if op == "cold_fwd" else ("decode", SMALL_DECODE))
     for name in names:
+        if run.left < 5:
+            run.failed(op, text, name, NO_TIME)
+            continue
         try:
-            make_call(name, kind, make_inputs(kind, parse_shape(text), seed=1))
-            if run.left < 5:
-                raise RuntimeError("no time left in the budget")
+            make_call(name, kind, make_inputs(kind, parse_shape(text), seed=1))  # does it have one at all?
             run.row(op, text, name, cold_ms(name, kind, text, run.left))
         except Exception as error:  # named, and the others go on
             run.failed(op, text, name, error)
@@ -410,7 +420,7 @@ def measure(names: list[str], ops: list[str], shapes: list[str], batches: list[i
     for op, text in cases:
         skipped = {name: why for (name, shape), why in wrong.items() if op == "fwd" and shape == text}
         if run.left < 5:
-            skipped = dict.fromkeys(run.names, "no time left in the budget")
+            skipped = dict.fromkeys(run.names, NO_TIME)
         for name, why in skipped.items():
             run.failed(op, text, name, why)
         if names_now := [n for n in run.names if n not in skipped]:

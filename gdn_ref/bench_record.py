@@ -125,8 +125,7 @@ def table(document: dict) -> str:
         lines += _verdicts(shapes, names)
     missing: dict = {}
     for failure in document.get("failures", []):
-        first = failure["error"].splitlines()[0][:120]
-        missing.setdefault((failure["impl"], first), []).append(f"{failure['op']} {failure['shape']}")
+        missing.setdefault((failure["impl"], failure["error"]), []).append(f"{failure['op']} {failure['shape']}")
     lines += [f"missing: {impl}, {'; '.join(where)}: {why}" for (impl, why), where in missing.items()]
     return "\n".join(lines)
 
