@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .gates import inverse_norm, log_decay, write_strength
+from .targets import CompileTarget
 
 # State bytes one warp holds. 4 KB are eight 16-byte loads in flight a lane and 32 float32 registers; with fewer the
 # memory idles, with more the last wave of programs does.
@@ -201,3 +202,36 @@ def _inner_dense(x: Tensor) -> Tensor:
 def _steps(x: Tensor, n: int) -> tuple[int, ...]:
     """The first n strides of x; 0 along an axis of one entry, where a stride says nothing."""
     return tuple(step if size > 1 else 0 for step, size in zip(x.stride()[:n], x.shape, strict=False))
+
+
+def compile_targets(arch: str):
+    """Yield what a launch here can select, on any architecture: the tile follows from K, V and the pool's dtype.
+
+    One row each for a plain and a padded K, wide and narrow, from one token to eight.
+    """
+    for pool, K, V, T in (
+        (torch.float32, 128, 128, 1),
+        (torch.float32, 128, 128, 4),
+        (torch.float32, 96, 100, 8),
+        (torch.float32, 16, 16, 1),
+        (torch.bfloat16, 128, 128, 1),
+        (torch.bfloat16, 96, 100, 8),
+        (torch.bfloat16, 256, 256, 8),
+    ):
+        BK, BV = tile_of(K, V, pool)
+        stored = "fp32" if pool == torch.float32 else "bf16"
+        constexprs = {"T": T, "H": 4, "HV": 8, "K": K, "V": V, "BK": BK, "BV": BV, "HAS_KNOWN": T > 1, "KEEP": T > 1}
+        pointers = dict.fromkeys(("q", "k", "v", "a", "b", "o"), "bf16") | {"slots": "i64", "known": "i1"}
+        pointers |= {"A_log": "fp32", "dt_bias": "fp32", "pool": stored, "states": stored}
+        yield _target(f"decode T{T} K{K} V{V} {stored} pool", decode_kernel, constexprs, pointers)
+    BK, BV = tile_of(128, 128, torch.float32)
+    constexprs = {"HV": 8, "K": 128, "V": 128, "BK": BK, "BV": BV}
+    pointers = {"states": "fp32", "accepted": "i64", "pool": "fp32", "slots": "i64"}
+    yield _target("rollback K128 V128 fp32 pool", rollback_kernel, constexprs, pointers)
+
+
+def _target(name: str, kernel, constexprs: dict, pointers: dict[str, str]) -> CompileTarget:
+    numbers = [x for x in kernel.arg_names if x not in constexprs and x not in pointers]
+    signature = {x: "*" + t for x, t in pointers.items()} | {x: "fp32" if x == "scale" else "i32" for x in numbers}
+    divisible = tuple(x for x in numbers if x not in ("scale", "n_states")) if constexprs["K"] % 16 == 0 else ()
+    return CompileTarget(name, kernel, signature, constexprs, num_warps=1, divisible=divisible)
