@@ -494,7 +494,8 @@ def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print()
     print(table(document))
     if args.figure:
-        from .bench_figure import draw, save
+        from .bench_figure import draw
+        from .demo_figure import save
 
         save(draw(document), args.figure)
         print(f"\nwrote {args.figure}")

@@ -5,14 +5,12 @@ It needs matplotlib, so it is imported late.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib
 import matplotlib.ticker
 from matplotlib.figure import Figure
 
 from .bench_record import by_case, parse_shape
-from .notebook import _STYLE, PALETTE
+from .notebook import PALETTE, STYLE
 
 COLOURS = dict(gdn_ref="blue", fla="vermilion", flash_qla="orange", flashinfer="green", transformers="purple")
 MARKERS = dict(gdn_ref="o", fla="s", flash_qla="D", flashinfer="^", transformers="v")
@@ -27,20 +25,13 @@ def draw(document: dict) -> Figure:
     panels = [(op, panel) for op, panel in (("fwd", draw_forward), ("decode", draw_decode)) if op in cases]
     if not panels:
         raise ValueError("rows: found neither fwd nor decode, expected one of them to draw")
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
         axes = fig.subplots(1, len(panels), squeeze=False)[0]
         for ax, (op, panel) in zip(axes, panels, strict=True):
             panel(ax, cases[op], document)
         fig.suptitle(f"{document['device']}, K = V = 128, bfloat16", fontsize=12)
     return fig
-
-
-def save(fig: Figure, out: Path) -> None:
-    """Write the figure to `out`: the same bytes for the same picture, on opaque white for dark pages too."""
-    dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)
-    with matplotlib.rc_context(_STYLE):
-        fig.savefig(out, metadata={dated: None} if dated else None)
 
 
 def draw_forward(ax, shapes: dict, document: dict) -> None:
@@ -54,7 +45,8 @@ def draw_forward(ax, shapes: dict, document: dict) -> None:
     for name, version in document["versions"].items():
         timed = [(rows[name]["ms"], place) for place, rows in zip(places, shapes.values(), strict=True) if name in rows]
         if timed:
-            ax.plot(*zip(*timed, strict=True), MARKERS[name], color=PALETTE[COLOURS[name]], label=f"{name} {version}")
+            colour, order = PALETTE[COLOURS[name]], 3 if name == "gdn_ref" else 2
+            ax.plot(*zip(*timed, strict=True), MARKERS[name], color=colour, zorder=order, label=f"{name} {version}")
     ax.set_yticks(places, list(shapes))
     ax.invert_yaxis()
     ax.set(xscale="log", title="Forward pass", xlabel="milliseconds a call", ylabel="batch × tokens, H/HV")

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -119,7 +120,7 @@ def flashinfer_forward(x: Prefill) -> Call:
     """FlashInfer takes packed tokens and the decay itself, not its logarithm; its state is [N,HV,V,K]."""
     function = _find("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     B, T = x.v.shape[:2]
-    bounds = x.cu_seqlens if x.cu_seqlens is not None else _bounds(B, T, x.v.device)
+    bounds = torch.arange(0, (B + 1) * T, T, device=x.v.device) if x.cu_seqlens is None else x.cu_seqlens
     q, k, v, g, beta = (t.flatten(0, 1).contiguous() for t in x[:5])
     options = dict(g=g.exp(), beta=beta, output_final_state=True, cu_seqlens=bounds)
     return Call(lambda: function(q, k, v, **options), lambda out: (out[0].view_as(x.v), out[1].transpose(-1, -2)))
@@ -204,12 +205,6 @@ def _find(module: str, name: str) -> Callable:
 def _find_transformers(name: str) -> Callable:
     """Its decorator puts FLA's kernel in the function's place where FLA is installed; the function itself is below."""
     return inspect.unwrap(_find("transformers.models.qwen3_next.modeling_qwen3_next", name))
-
-
-def _bounds(B: int, T: int, device) -> Tensor:
-    from torch import arange, int64
-
-    return arange(0, (B + 1) * T, T, device=device, dtype=int64)
 
 
 def _v_first(out) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,10 @@ examples:
 """
 
 DEMO = """\
-Trains a small byte-level model with GatedDeltaNet layers, then takes the tensors that its layers produce on held-out
-text and compares recurrent, chunkwise and serving forms on them.
+Trains a byte-level language model with two GatedDeltaNet layers on the Python standard library's own sources, for
+about two minutes on two cores, and sets its loss beside that of a byte-bigram model.  Then takes what the trained
+layers produce on held-out text, runs the recurrent, the chunkwise and the serving form on it, prints their errors
+against float64 and their speed, and draws the loss, the gates and the keys into figures/demo.svg.
 """
 
 BENCH = """\

@@ -405,7 +405,10 @@ def main(args: argparse.Namespace) -> int:
     if not missed and not args.no_figure:
         from . import demo_figure
 
-        demo_figure.save(demo_figure.draw(losses, held_out, bigram, learnt), args.out)
+        figure = demo_figure.draw(
+            losses, held_out, bigram, learnt, step_bytes=BATCH * WINDOW, key_width=HEADS["head_k_dim"]
+        )
+        demo_figure.save(figure, args.out)
         print(f"\nwrote {args.out}")
     return 1 if missed else 0
 

@@ -5,34 +5,33 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.figure import Figure
 
-from .demo import BATCH, HEADS, WINDOW
-from .notebook import _STYLE, PALETTE
+from .notebook import PALETTE, STYLE
 
 LAYER_COLOURS = (PALETTE["blue"], PALETTE["orange"])
 
 
-def draw(losses, held_out, bigram, layers):
-    """Four panels.  losses: one a step; held_out, bigram: nats a byte; layers: a demo.Statistics each.  A Figure."""
-    with matplotlib.rc_context(_STYLE):
+def draw(losses, held_out, bigram, layers, *, step_bytes, key_width):
+    """Four panels.  losses: one a step of step_bytes; held_out, bigram: nats a byte; layers: a demo.Statistics each."""
+    with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(11, 8), layout="constrained")
         axes = fig.subplots(2, 2)
-        draw_loss(axes[0, 0], losses, held_out, bigram)
+        draw_loss(axes[0, 0], losses, held_out, bigram, step_bytes)
         draw_half_lives(axes[0, 1], layers)
         draw_write_strength(axes[1, 0], layers)
-        draw_cosines(axes[1, 1], layers)
+        draw_cosines(axes[1, 1], layers, key_width)
     return fig
 
 
 def save(fig, out):
     """Write the figure to `out`, a Path: the same bytes for the same picture, on opaque white for dark pages too."""
     dated = {".svg": "Date", ".pdf": "CreationDate"}.get(out.suffix)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         fig.savefig(out, metadata={dated: None} if dated else None)
 
 
-def draw_loss(ax, losses, held_out, bigram):
+def draw_loss(ax, losses, held_out, bigram, step_bytes):
     """Loss against the text read; the bigram is the line to come below."""
-    read = np.arange(1, len(losses) + 1) * BATCH * WINDOW / 1000
+    read = np.arange(1, len(losses) + 1) * step_bytes / 1000
     width = max(1, len(losses) // 40)
     mean = np.convolve(losses, np.ones(width) / width, mode="valid")
     ax.plot(read, losses, color=PALETTE["sky"], linewidth=0.6)
@@ -67,12 +66,12 @@ def draw_write_strength(ax, layers):
     _legend_above(ax, 2)
 
 
-def draw_cosines(ax, layers):
+def draw_cosines(ax, layers, key_width):
     """How alike the keys of a chunk are: random unit vectors would hardly meet, and then no rule would be needed."""
     bins = np.linspace(-1, 1, 81)
     _histograms(ax, [layer.cosines for layer in layers], bins)
     x = np.linspace(-1, 1, 401)
-    density = (1 - x**2) ** ((HEADS["head_k_dim"] - 3) / 2)  # of the cosine of two random unit vectors
+    density = (1 - x**2) ** ((key_width - 3) / 2)  # of the cosine of two random unit vectors
     density /= density.sum() * (x[1] - x[0])
     ax.plot(x, density, color=PALETTE["black"], linestyle=":", linewidth=1.5, label="random keys")
     ax.set(title="Likeness of keys within a chunk of 64", xlabel="cosine of two keys", ylabel="density", xlim=(-1, 1))

@@ -32,7 +32,7 @@ PALETTE = {
 
 _CYCLE = [PALETTE[name] for name in ("blue", "vermilion", "green", "orange", "purple", "sky", "black")]
 
-_STYLE = {
+STYLE = {
     "figure.figsize": (7.0, 4.0),
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -79,7 +79,7 @@ def setup(seed: int = SEED) -> None:
     # The kernel runs in this same process; its own housekeeping is not the chapter's business.
     warnings.filterwarnings("ignore", module=r"ipykernel|IPython|jupyter_client|traitlets|tornado|zmq|asyncio")
     matplotlib.use("Agg")
-    matplotlib.rcParams.update(_STYLE)
+    matplotlib.rcParams.update(STYLE)
     matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=_CYCLE)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdn_ref import bench, bench_figure, bench_peers, bench_record, chunk_gated_delta_rule, cli
+from gdn_ref import bench, bench_figure, bench_peers, bench_record, chunk_gated_delta_rule, cli, demo_figure
 
 LIMITS = {"copy_TBps": 4.0, "matmul_TFLOPs": 500.0}
 
@@ -174,8 +174,8 @@ def test_the_figure_shows_the_rows(tmp_path):
     assert batches == [8, 64] and rates[1] == pytest.approx(2 * 4 * 64 * 32 * 128 * 128 / 0.08e-3 * 1e-12)
     assert drawn["gdn_ref, the GPU alone"][1] == pytest.approx([2 * rate for rate in rates])
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
-    bench_figure.save(fig, files[0])
-    bench_figure.save(bench_figure.draw(document), files[1])
+    demo_figure.save(fig, files[0])
+    demo_figure.save(bench_figure.draw(document), files[1])
     assert files[0].read_bytes() == files[1].read_bytes() and b"<svg" in files[0].read_bytes()
 
 
@@ -512,7 +512,7 @@ def test_a_run_writes_what_is_promised(peers_there, tmp_path, capsys):
     missing = {(f["impl"], f["op"]) for f in document["failures"]}
     assert missing == {("transformers", "fwd"), ("flash_qla", "decode"), ("flash_qla", "cpu_call"),
                        ("flash_qla", "cold_decode")}
-    bench_figure.save(bench_figure.draw(document), tmp_path / "run.svg")
+    demo_figure.save(bench_figure.draw(document), tmp_path / "run.svg")
     assert "flashinfer is left out: flashinfer-python is not installed" in capsys.readouterr().out
 
 
@@ -552,3 +552,20 @@ def test_the_status_says_whether_ours_is_complete(peers_there, monkeypatch, tmp_
     broken = bench_peers.IMPLEMENTATIONS["gdn_ref"]._replace(forward=lambda x: 1 / 0)
     monkeypatch.setitem(bench_peers.IMPLEMENTATIONS, "gdn_ref", broken)
     assert cli.main(argv) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_real_run(tmp_path, capsys):
+    """Real clocks, graphs and a cold process: what the stand-ins above cannot show."""
+    out = tmp_path / "run.json"
+    argv = ["bench", "--shapes", "1x512 2/4", "100+412 2/4", "--batches", "2", "--impl", "gdn_ref", "--out", str(out),
+            "--ops", "fwd", "decode", "cpu_call", "cold_decode"]
+    assert cli.main(argv) == 0, capsys.readouterr().out
+    document = json.loads(out.read_text())
+    bench_record.check_document(document)
+    rows = {(row["op"], row["shape"]): row for row in document["rows"]}
+    for text in ("1x512 2/4", "100+412 2/4"):
+        assert rows["fwd", text]["error_o"] < 1e-2 and rows["fwd", text]["error_state"] < 1e-2
+        assert 0 < rows["fwd", text]["device_ms"] < 2 * rows["fwd", text]["ms"]
+    assert 0.1 < document["limits"]["copy_TBps"] < 20 and 10 < document["limits"]["matmul_TFLOPs"] < 5000
+    assert rows["cold_decode", bench.SMALL_DECODE]["ms"] > rows["cpu_call", bench.SMALL_DECODE]["ms"]

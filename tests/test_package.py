@@ -37,7 +37,7 @@ ARROWS = {
     "bench_record": set(),
     "bench_peers": {"ops", "serving"},
     "bench_figure": {"bench_record", "notebook"},
-    "bench": {"bench_record", "bench_peers", "bench_figure", "gates", "ops"},
+    "bench": {"bench_record", "bench_peers", "bench_figure", "demo_figure", "gates", "ops"},
     "cli": {"identities", "demo", "bench", "serving", "layer", "ops"},
     "__main__": {"cli"},
     "__init__": STAGES | {"ops", "serving", "layer"},
