@@ -17,6 +17,11 @@ Each command below does one of the things this project is for.  Try, in this ord
   python -m gdn_ref bench                 time it beside every other implementation that is there; needs a GPU
 """
 
+BENCH = """\
+Times gdn_ref and every peer that is installed (flash-linear-attention, FlashQLA, FlashInfer, transformers) on the same
+tensors in one process, holds each against float64 first, and sets the times against what the GPU allows at best.
+"""
+
 PROVE = """\
 Proves every tagged identity of the book, by computer algebra, and prints a table.
 
@@ -44,11 +49,6 @@ Trains a byte-level language model with two GatedDeltaNet layers on the Python s
 about two minutes on two cores, and sets its loss beside that of a byte-bigram model.  Then takes what the trained
 layers produce on held-out text, runs the recurrent, the chunkwise and the serving form on it, prints their errors
 against float64 and their speed, and draws the loss, the gates and the keys into figures/demo.svg.
-"""
-
-BENCH = """\
-Times gdn_ref and every peer that is installed (flash-linear-attention, FlashQLA, FlashInfer, transformers) on the same
-tensors in one process, holds each against float64 first, and sets the times against what the GPU allows at best.
 """
 
 
