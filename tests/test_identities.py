@@ -8,8 +8,8 @@ from gdn_ref import exact, identities
 from gdn_ref.identities import IDENTITIES, Identity, ProofError, algebra, ch03, ch07, check, get, prove
 
 # How many tags each chapter has for good; later ones may follow, none may move.
-FIXED = {1: 5, 2: 5, 3: 6, 4: 4, 5: 8, 6: 8, 7: 7, 10: 9}
-REFUTED = {"1.5", "3.6", "5.7", "5.8", "7.7", "10.8"}
+FIXED = {1: 5, 2: 5, 3: 6, 4: 4, 5: 8, 6: 8, 7: 7, 10: 9, 11: 9}
+REFUTED = {"1.5", "3.6", "5.7", "5.8", "7.7", "10.8", "11.4", "11.9"}
 TAGS = [identity.tag for identity in IDENTITIES]
 
 
@@ -174,6 +174,13 @@ MUTANTS = [
     ("10.6", "scan", last_one_left_out),
     ("10.6", "apply", warm_up_only),
     ("10.9", "recompute_w_u_fwd", undecayed_w),
+    ("11.1", "chunk_state", undecayed_state),
+    ("11.2", "decay", one_decay_too_many),
+    ("11.3", "chunk_delta", wrong_sign_of_delta),
+    ("11.5", "step", forget_last),
+    ("11.6", "chunk_output", undecayed_output),
+    ("11.7", "chunk_state", undecayed_state),
+    ("11.8", "step", forget_last),
 ]
 
 
