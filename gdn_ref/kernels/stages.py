@@ -14,6 +14,7 @@ precision, and add up in float32; decays, inverse and state are float32. Tokens 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..arguments import check_stage, check_tensor
 from ..chunks import prepare_chunk_indices
+from .targets import CompileTarget
 from .tiles import (
     LOG2E,
     decay_matrix,
@@ -247,6 +249,14 @@ def chunk_output_kernel(
 
 # ------------------------------------------------------------------------------------------ host functions
 
+KERNELS = (
+    chunk_local_cumsum_kernel,
+    chunk_scaled_dot_kkt_fwd_kernel,
+    solve_tril_kernel,
+    recompute_w_u_fwd_kernel,
+    chunk_states_kernel,
+    chunk_output_kernel,
+)
 INTERPRETED = not isinstance(solve_tril_kernel, triton.JITFunction)
 
 
@@ -389,7 +399,7 @@ def chunk_states(
     delta = _output(chunks, u.shape, torch.float32, u.device)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32)
     args = (*_ready(k, w, u, g), h, delta, _ready(initial_state), final_state, chunks.cu_seqlens)
-    BV = min(32, _tile(V)) if K > 128 else _tile(V)  # all of K stays in registers: fewer columns where K is wide
+    BV = _state_columns(K, V)
     sizes = (H, HV, K, V, chunk_size, max(16, triton.next_power_of_2(K)), BV)
     given = (g is not None, initial_state is not None, chunks.packed)
     grid = (N, HV, triton.cdiv(V, BV))
@@ -469,6 +479,11 @@ def _tile(width: int) -> int:
     return min(64, max(16, triton.next_power_of_2(width)))
 
 
+def _state_columns(K: int, V: int) -> int:
+    """Columns of the state that a program holds over the whole of K: 8192 numbers at most, 64 a thread."""
+    return min(_tile(V), 32 if K > 128 else 64)
+
+
 def _ready(*tensors: Tensor | None):
     """The tensors with rows that lie side by side; bfloat16 widened in the interpreter, which multiplies it wrongly."""
     wide = [x.float() if INTERPRETED and x is not None and x.dtype == torch.bfloat16 else x for x in tensors]
@@ -483,6 +498,42 @@ def _output(chunks: Chunks, shape, dtype: torch.dtype, device) -> Tensor:
 
 def _launch(kernel, grid: tuple[int, ...], *args) -> None:
     # num_stages = 1: these kernels are to be right and readable on every device, so no loop is pipelined.
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*args, num_warps=4, num_stages=1)
+    with torch.cuda.device(args[0].device) if args[0].is_cuda else contextlib.nullcontext():
+        kernel[grid](*args, num_warps=_warps(args[0].dtype), num_stages=1)
+
+
+def _warps(dtype: torch.dtype) -> int:
+    """Warps for a kernel whose operands have this dtype: 8 for float32, whose products are unrolled multiply-adds.
+
+    With 4 they compile for three times as long.
+    """
+    return 8 if dtype == torch.float32 else 4
+
+
+# ------------------------------------------------------------------------------------------ for the compile test
+
+
+def compile_targets(arch: str):
+    """Yield a CompileTarget for every kernel, packed and not, at the two widths that tiles come in; none is hot."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    for dtype, (width, packed) in itertools.product(names, ((128, True), (256, False))):
+        tokens = dict.fromkeys(("q", "k", "v", "w", "u"), "*" + names[dtype])
+        others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
+        pointers = tokens | dict.fromkeys(others, "*fp32")
+        sizes = {"H": 2, "HV": 4, "K": width, "V": width, "BT": 64, "BK": _tile(width), "BV": _tile(width)}
+        flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
+        operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
+        for kernel in KERNELS:
+            own = {"BK": width, "BV": _state_columns(width, width)} if kernel is chunk_states_kernel else {}
+            blocks = dict.fromkeys(("A", "X"), "*" + names[dtype]) if kernel is solve_tril_kernel else {}
+            name = f"{kernel.__name__} K{width} V{width} {names[dtype]}{' packed' if packed else ''}"
+            yield _target(name, kernel, pointers | blocks, sizes | flags | operands | own, _warps(dtype), packed)
+
+
+def _target(name: str, kernel, pointers: dict[str, str], constexprs: dict, warps: int, packed: bool) -> CompileTarget:
+    where = ("cu_seqlens", "chunk_indices", "chunk_offsets")
+    pointers = pointers | (dict.fromkeys(where, "*i64") if packed else {}) | {"T": "i32", "scale": "fp32"}
+    constexprs = constexprs | ({} if packed else dict.fromkeys(where))
+    signature = {x: pointers[x] for x in kernel.arg_names if x in pointers}
+    constexprs = {x: constexprs[x] for x in kernel.arg_names if x in constexprs}
+    return CompileTarget(name, kernel, signature, constexprs, warps, hot=False)
