@@ -8,7 +8,6 @@ decay (7.7).
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from .arguments import (
     readable,
 )
 from .gates import l2norm, raw_gates
-from .ops import Backend, _announce, chunk_gated_delta_rule
+from .ops import _announce, chunk_gated_delta_rule, which_backend
 from .recurrent import recurrent_step
 
 MOST_PLANS = 1000
@@ -150,7 +149,7 @@ def gdn_rollback(states: Tensor, accepted: Tensor, state_pool: Tensor, cache_ind
     Source: book chapter 11.
     """
     call = (states, accepted, state_pool, cache_indices)
-    run = _plan(call, False, check_rollback_call, _new_rollback)
+    run = _plan(call, False, check_rollback_call, _new_put)
     check_slots(cache_indices, len(state_pool))
     check_accepted(accepted, cache_indices, states.shape[1])
     run(*call)
@@ -167,12 +166,13 @@ def _extend(q, k, v, a, b, A_log, dt_bias, pool, cache_indices, cu_seqlens, chun
         o, _ = _decode_torch(*call) if backend == "torch" else _decode_plan(call, False)(*call)
         return o[:, 0]
     taken = _taken(pool, cache_indices, has_initial_state)
-    g, beta = raw_gates(a, b, A_log, dt_bias)
     o, state = chunk_gated_delta_rule(
-        q[None], k[None], v[None], g[None], beta[None], initial_state=taken.state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=cu_seqlens, chunk_size=chunk_size, backend=backend,
+        q[None], k[None], v[None], a[None], b[None], initial_state=taken.state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, state_v_first=True, cu_seqlens=cu_seqlens,
+        use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, chunk_size=chunk_size, backend=backend,
     )  # fmt: skip
-    _put(pool, taken, state)
+    put = (state.to(pool.dtype)[:, None], torch.ones_like(taken.slots), pool, taken.slots)
+    (_put_torch if backend == "torch" else _plan(put, False, check_rollback_call, _new_put))(*put)
     return torch.where(_served(taken.live, cu_seqlens, len(q))[:, None, None], o[0], 0)
 
 
@@ -206,14 +206,6 @@ def _taken(pool: Tensor, cache_indices: Tensor, known: Tensor | None) -> Taken:
     return Taken(slots, live, torch.where(reads[:, None, None, None], state, 0))
 
 
-def _put(pool: Tensor, taken: Taken, state: Tensor) -> None:
-    """Write the states [N, HV, V, K] of the requests that were not skipped into their slots, and nothing else."""
-    row = taken.live.nonzero().squeeze(1)
-    if len(row) < len(state):
-        state = state.index_select(0, row)
-    pool.index_copy_(0, taken.slots[row], state.to(pool.dtype))
-
-
 @torch.no_grad()
 def _decode_torch(q, k, v, a, b, A_log, dt_bias, pool, cache_indices, known, keep=False):
     """gdn_decode in PyTorch, token by token: o [N,T,HV,V], states [N,T,HV,V,K] or None."""
@@ -231,14 +223,16 @@ def _decode_torch(q, k, v, a, b, A_log, dt_bias, pool, cache_indices, known, kee
             outputs.append(torch.where(live, o, 0).to(v.dtype))
             if keep:
                 states.append(torch.where(live[..., None], state, 0).transpose(-1, -2).to(pool.dtype))
-    _put(pool, taken, state.transpose(-1, -2))
+    _put_torch(state.transpose(-1, -2)[:, None], torch.ones_like(taken.slots), pool, taken.slots)
     return torch.stack(outputs, 1), torch.stack(states, 1) if keep else None
 
 
 @torch.no_grad()
-def _rollback_torch(states, accepted, pool, cache_indices):
-    row = torch.nonzero(cache_indices >= 0).squeeze(1)
-    pool[cache_indices[row].long()] = states[row, accepted[row].long() - 1]
+def _put_torch(states: Tensor, accepted: Tensor, pool: Tensor, slots: Tensor) -> None:
+    """gdn_rollback in PyTorch: states[n, accepted[n] - 1] into the slot of every request that is not skipped."""
+    row = (slots >= 0).nonzero().squeeze(1)
+    picked = row * states.shape[1] + accepted[row] - 1
+    pool.index_copy_(0, slots[row].long(), states.flatten(0, 1).index_select(0, picked).to(pool.dtype))
 
 
 def _decode_plan(call: tuple, keep: bool) -> Callable:
@@ -268,25 +262,21 @@ _plans: dict[tuple, Callable] = {}
 
 
 def _new_decode(call: tuple, keep: bool) -> Callable:
-    if _kernels_serve(call[0]):
+    if _kernels_serve(*call[:3]):
         from .kernels.decode import DecodePlan
 
         return DecodePlan(*call, keep=keep)
     return functools.partial(_decode_torch, keep=keep)
 
 
-def _new_rollback(call: tuple, keep: bool) -> Callable:
+def _new_put(call: tuple, keep: bool) -> Callable:
     if _kernels_serve(call[0]):
         from .kernels.decode import RollbackPlan
 
         return RollbackPlan(*call)
-    return _rollback_torch
+    return _put_torch
 
 
-def _kernels_serve(x: Tensor) -> bool:
-    if x.device.type == "cpu":
-        return False
-    if importlib.util.find_spec("triton") is None:
-        _announce(Backend("torch", f"'auto' on {x.device}: Triton is not installed, so PyTorch decodes, slower"), x)
-        return False
-    return True
+@torch.no_grad()
+def _kernels_serve(x: Tensor, *others: Tensor) -> bool:
+    return _announce(which_backend(x, decode=True, others=others), x).name == "triton"

@@ -353,6 +353,40 @@ def test_captured_in_a_graph_whose_indices_change(T):
 
 
 @on_gpu
+def test_prefill_captured_in_a_graph_whose_indices_change():
+    """gdn_extend_chunkwise waits for nothing either: slots, flags and boundaries may change between replays."""
+    x = make(N=1, T=200, H=2, HV=4, K=32, V=32, pool=6, slots=[0])
+    x = {n: t[0] if n in "qkvab" else t for n, t in x.items()}
+    x["cache_indices"] = torch.tensor([0, -1, 2], device=DEVICE)
+    known, cu = torch.ones(3, device=DEVICE, dtype=torch.bool), torch.tensor([0, 70, 90, 200], device=DEVICE)
+    start, stream = x["state_pool"].clone(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        gdn_extend_chunkwise(**x, cu_seqlens=cu, has_initial_state=known)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gdn_extend_chunkwise(**x, cu_seqlens=cu, has_initial_state=known)
+    for slots, flags, bounds in (
+        ([0, -1, 2], [True, True, True], [0, 70, 90, 200]),
+        ([5, 3, -1], [False, True, True], [0, 1, 150, 180]),
+    ):
+        x["state_pool"].copy_(start)
+        for tensor, values in ((x["cache_indices"], slots), (known, flags), (cu, bounds)):
+            tensor.copy_(torch.tensor(values))
+        graph.replay()
+        eager = x | {"state_pool": start.clone()}
+        o = gdn_extend_chunkwise(**eager, cu_seqlens=cu, has_initial_state=known)
+        assert torch.equal(captured, o) and torch.equal(x["state_pool"], eager["state_pool"])
+        states = [torch.zeros_like(start[0]) if s < 0 or not f else start[s] for s, f in zip(slots, flags, strict=True)]
+        cpu = {n: t.cpu() for n, t in x.items()}
+        right, _ = serve(*(cpu[n] for n in NAMES[:7]), [s.cpu() for s in states], torch.tensor(bounds))
+        for n in range(3):
+            if slots[n] < 0:
+                right[bounds[n] : bounds[n + 1]] = 0
+        assert_close({"o": captured[None].cpu()}, {"o": right[None]}, cu_seqlens=torch.tensor(bounds))
+
+
+@on_gpu
 def test_one_kernel_a_call():
     """P05: gates, norm, state and output in one launch."""
     x = big(2)

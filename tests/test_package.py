@@ -28,7 +28,7 @@ ARROWS = {
     "chunks": BASE,
     "recurrent": BASE | {"chunks"},
     "chunkwise": BASE | {"chunks"},
-    "ops": STAGES,
+    "ops": STAGES | {"kernels"},
     "kernels": BASE | {"chunks"},
     "serving": STAGES | {"ops", "kernels"},
     "layer": STAGES | {"ops"},

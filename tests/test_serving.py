@@ -436,7 +436,7 @@ def test_requests_of_one_token_pay_for_no_chunks(extend):
     extend(**longer)
     with CountOps() as chunked:
         extend(**longer)
-    assert ops.count <= 100 and ops.count < chunked.count, (ops.count, chunked.count)
+    assert 2 * ops.count < chunked.count, (ops.count, chunked.count)
 
 
 # ---------------------------------------------------------------- decode

@@ -125,7 +125,7 @@ class DecodePlan:
         BK, BV = tile_of(K, V, pool.dtype)
         strides = (*_steps(q, 3), *_steps(k, 3), *_steps(v, 3), *_steps(a, 2), *_steps(b, 2), *_steps(pool, 3))
         self.numbers = (K**-0.5, *strides, T, H, HV, K, V, BK, BV, known is not None, keep)
-        self.o_shape, self.states_shape = v.shape, (N, T, HV, V, K) if keep else None
+        self.states_shape = (N, T, HV, V, K) if keep else None
         self.launch = Launch(decode_kernel, N * HV * triton.cdiv(V, BV), pool.device)
 
     def __call__(self, q, k, v, a, b, A_log, dt_bias, pool, slots, known) -> tuple[Tensor, Tensor | None]:
@@ -133,7 +133,7 @@ class DecodePlan:
         if self.copies:
             inputs = (q, k, v, a, b, A_log, dt_bias, slots, known)
             q, k, v, a, b, A_log, dt_bias, slots, known = (x if x is None else _inner_dense(x) for x in inputs)
-        o = v.new_empty(self.o_shape)
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = None if self.states_shape is None else pool.new_empty(self.states_shape)
         # Another pointer stands in for what is not there; the kernel never reads it.
         unread, unwritten = slots if known is None else known, pool if states is None else states
