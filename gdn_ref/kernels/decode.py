@@ -43,15 +43,17 @@ def decode_kernel(
     n = (program // (NV * HV)).to(tl.int64)
     hk = h // (HV // H)
 
-    # load: a skipped or fresh request reads no state; what the slot holds, NaN too, must not enter by a product.
+    # load: a skipped or fresh request reads no column of the state; what the slot holds, NaN too, must not enter by a
+    # product.
     slot = tl.load(slots + n).to(tl.int64)
     live = slot >= 0
-    reads = live
+    written = tl.where(live, K, 0)
+    read = written
     if HAS_KNOWN:
-        reads = live & (tl.load(known + n) != 0)
-    tile = (rows < V)[:, None] & (columns < K)[None, :]
+        read = tl.where(tl.load(known + n) != 0, written, 0)
+    inside = (rows < V)[:, None]
     home = pool + slot * pool_slot + h * pool_head + rows.to(tl.int64)[:, None] * pool_row + columns[None, :]
-    S = tl.load(home, mask=tile & reads, other=0.0).to(tl.float32)  # [BV, BK], the state transposed
+    S = tl.load(home, mask=inside & (columns < read)[None, :], other=0.0).to(tl.float32)  # [BV, BK], S transposed
     rate, bias = tl.load(A_log + h).to(tl.float32), tl.load(dt_bias + h).to(tl.float32)
 
     for t in tl.static_range(T):
@@ -75,8 +77,8 @@ def decode_kernel(
         tl.store(o + place, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=rows < V)
         if KEEP:
             kept = tl.where(live, S, 0.0).to(states.dtype.element_ty)
-            tl.store(states + place[:, None] * K + columns[None, :], kept, mask=tile)
-    tl.store(home, S.to(pool.dtype.element_ty), mask=tile & live)
+            tl.store(states + place[:, None] * K + columns[None, :], kept, mask=inside & (columns < K)[None, :])
+    tl.store(home, S.to(pool.dtype.element_ty), mask=inside & (columns < written)[None, :])
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def rollback_kernel(
 
     slot = tl.load(slots + n).to(tl.int64)
     last = tl.load(accepted + n).to(tl.int64) - 1
-    mask = (rows < V) & (columns < K) & (slot >= 0)
+    mask = (rows < V) & (columns < tl.where(slot >= 0, K, 0))
     S = tl.load(states + (((n * n_states + last) * HV + h) * V + rows) * K + columns, mask=mask, other=0.0)
 
     tl.store(pool + slot * pool_slot + h * pool_head + rows * pool_row + columns, S, mask=mask)
