@@ -21,19 +21,20 @@ from .targets import CompileTarget
 BYTES_PER_WARP = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def decode_kernel(
-    q, k, v, a, b, A_log, dt_bias, pool, slots, known, o, states, scale,
+    q, k, v, a, b, A_log, dt_bias, pool, slots, known, o, states, scale, T,
     q_request, q_token, q_head, k_request, k_token, k_head, v_request, v_token, v_head,
     a_request, a_token, b_request, b_token, pool_slot, pool_head, pool_row,
-    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, HAS_KNOWN: tl.constexpr, KEEP: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_KNOWN: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """BV rows of the state of one head of one request, over its T tokens. Grid: N * HV * cdiv(V, BV).
 
     q, k: [N,T,H,K]; v: [N,T,HV,V]; a, b: [N,T,HV]; A_log, dt_bias: [HV]; pool: [pool,HV,V,K]; slots: [N], -1 skips;
     known: [N] bool, read if HAS_KNOWN; o: [N,T,HV,V]; states: [N,T,HV,V,K], written if KEEP. The innermost stride of
-    all is 1; o and states are contiguous. BK is K and BV at least 1, both powers of two.
+    all is 1; o and states are contiguous. BK >= K and BV are powers of two. T is no constant, so that one kernel serves
+    drafts of every length, and n tokens leave bitwise what n calls with one would (in a float32 pool).
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
@@ -56,7 +57,8 @@ def decode_kernel(
     S = tl.load(home, mask=inside & (columns < read)[None, :], other=0.0).to(tl.float32)  # [BV, BK], S transposed
     rate, bias = tl.load(A_log + h).to(tl.float32), tl.load(dt_bias + h).to(tl.float32)
 
-    for t in tl.static_range(T):
+    t = tl.zeros([], tl.int64)
+    while t < T:  # not range: the interpreter takes no bound that is no constant
         b_k = tl.load(k + n * k_request + t * k_token + hk * k_head + columns, mask=columns < K, other=0.0)
         b_q = tl.load(q + n * q_request + t * q_token + hk * q_head + columns, mask=columns < K, other=0.0)
         b_v = tl.load(v + n * v_request + t * v_token + h * v_head + rows, mask=rows < V, other=0.0).to(tl.float32)
@@ -78,6 +80,7 @@ def decode_kernel(
         if KEEP:
             kept = tl.where(live, S, 0.0).to(states.dtype.element_ty)
             tl.store(states + place[:, None] * K + columns[None, :], kept, mask=inside & (columns < K)[None, :])
+        t += 1
     tl.store(home, S.to(pool.dtype.element_ty), mask=inside & (columns < written)[None, :])
 
 
@@ -126,7 +129,7 @@ class DecodePlan:
         q, k, v, a, b = (_inner_dense(x) for x in (q, k, v, a, b))
         BK, BV = tile_of(K, V, pool.dtype)
         strides = (*_steps(q, 3), *_steps(k, 3), *_steps(v, 3), *_steps(a, 2), *_steps(b, 2), *_steps(pool, 3))
-        self.numbers = (K**-0.5, *strides, T, H, HV, K, V, BK, BV, known is not None, keep)
+        self.numbers = (K**-0.5, T, *strides, H, HV, K, V, BK, BV, known is not None, keep)
         self.states_shape = (N, T, HV, V, K) if keep else None
         self.launch = Launch(decode_kernel, N * HV * triton.cdiv(V, BV), pool.device)
 
@@ -209,23 +212,24 @@ def _steps(x: Tensor, n: int) -> tuple[int, ...]:
 def compile_targets(arch: str):
     """Yield what a launch here can select, on any architecture: the tile follows from K, V and the pool's dtype.
 
-    One row each for a plain and a padded K, wide and narrow, from one token to eight.
+    One row each for a plain and a padded K, wide and narrow, with and without the state after each token.
     """
-    for pool, K, V, T in (
-        (torch.float32, 128, 128, 1),
-        (torch.float32, 128, 128, 4),
-        (torch.float32, 96, 100, 8),
-        (torch.float32, 16, 16, 1),
-        (torch.bfloat16, 128, 128, 1),
-        (torch.bfloat16, 96, 100, 8),
-        (torch.bfloat16, 256, 256, 8),
+    for pool, K, V, keep in (
+        (torch.float32, 128, 128, False),
+        (torch.float32, 128, 128, True),
+        (torch.float32, 96, 100, True),
+        (torch.float32, 16, 16, False),
+        (torch.bfloat16, 128, 128, False),
+        (torch.bfloat16, 96, 100, True),
+        (torch.bfloat16, 256, 256, True),
     ):
         BK, BV = tile_of(K, V, pool)
         stored = "fp32" if pool == torch.float32 else "bf16"
-        constexprs = {"T": T, "H": 4, "HV": 8, "K": K, "V": V, "BK": BK, "BV": BV, "HAS_KNOWN": T > 1, "KEEP": T > 1}
+        constexprs = {"H": 4, "HV": 8, "K": K, "V": V, "BK": BK, "BV": BV, "HAS_KNOWN": keep, "KEEP": keep}
         pointers = dict.fromkeys(("q", "k", "v", "a", "b", "o"), "bf16") | {"slots": "i64", "known": "i1"}
         pointers |= {"A_log": "fp32", "dt_bias": "fp32", "pool": stored, "states": stored}
-        yield _target(f"decode T{T} K{K} V{V} {stored} pool", decode_kernel, constexprs, pointers)
+        name = f"decode K{K} V{V} {stored} pool" + ", every state" * keep
+        yield _target(name, decode_kernel, constexprs, pointers)
     BK, BV = tile_of(128, 128, torch.float32)
     constexprs = {"HV": 8, "K": 128, "V": 128, "BK": BK, "BV": BV}
     pointers = {"states": "fp32", "accepted": "i64", "pool": "fp32", "slots": "i64"}
@@ -235,5 +239,5 @@ def compile_targets(arch: str):
 def _target(name: str, kernel, constexprs: dict, pointers: dict[str, str]) -> CompileTarget:
     numbers = [x for x in kernel.arg_names if x not in constexprs and x not in pointers]
     signature = {x: "*" + t for x, t in pointers.items()} | {x: "fp32" if x == "scale" else "i32" for x in numbers}
-    divisible = tuple(x for x in numbers if x not in ("scale", "n_states")) if constexprs["K"] % 16 == 0 else ()
+    divisible = tuple(x for x in numbers if x not in ("scale", "T", "n_states")) if constexprs["K"] % 16 == 0 else ()
     return CompileTarget(name, kernel, signature, constexprs, num_warps=1, divisible=divisible)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class CompileTarget(NamedTuple):
     """One kernel in one configuration that can be selected: what triton.compile needs to know of it."""
 
-    name: str  # unique, readable: "decode T1 K128 V128 fp32 pool"
+    name: str  # unique, readable: "decode K128 V128 fp32 pool"
     kernel: Any  # the jitted function
     signature: dict[str, str]  # Triton's type of every argument that is no constexpr: {"q": "*bf16", "T": "i32"}
     constexprs: dict[str, Any]
