@@ -126,10 +126,10 @@ def test_bfloat16_pool_is_rounded_once_a_call(T):
     assert all(not torch.equal(x["state_pool"][s], before[s]) for s in x["cache_indices"].tolist())
 
 
-@pytest.mark.parametrize("size", [256, 1024, 16384])
+@pytest.mark.parametrize("size", [64, 256, 4096])
 def test_other_tiles(size, monkeypatch):
     """Any number of rows a warp may hold is right, for a V that they divide and one that they do not."""
-    monkeypatch.setattr(kernels, "BYTES_PER_WARP", size)
+    monkeypatch.setattr(kernels, "ENTRIES_PER_WARP", size)
     for V in (32, 50):
         check(make(N=1, T=2, HV=1, K=32, V=V))
     if GPU:
@@ -404,13 +404,13 @@ def test_time_against_the_copy_bandwidth(capsys, monkeypatch):
 
     source, target = torch.randn(2, 2**28, device=DEVICE)
     copy = 2 * source.nbytes / timed(lambda: target.copy_(source)) / 1e12
-    lines = [f"copy {copy:.2f} TB/s; rows: batch, tokens, pool; by bytes a warp: us, share of the copy bandwidth"]
+    lines = [f"copy {copy:.2f} TB/s; rows: batch, tokens, pool; by entries a warp: us, share of the copy bandwidth"]
     for N, T, pool in ((1, 1, "fp32"), (8, 1, "fp32"), (64, 1, "fp32"), (256, 1, "fp32"), (64, 1, "bf16"),
                        (256, 1, "bf16"), (64, 4, "fp32")):  # fmt: skip
         x = big(N, T=T, pool_dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[pool])
         cells = []
-        for size in (1024, 2048, 4096, 8192):
-            monkeypatch.setattr(kernels, "BYTES_PER_WARP", size)
+        for size in (256, 512, 1024, 2048):
+            monkeypatch.setattr(kernels, "ENTRIES_PER_WARP", size)
             serving._plans.clear()
             seconds = timed(lambda x=x: gdn_decode(**x))
             share = 2 * x["state_pool"].nbytes / seconds / 1e12 / copy

@@ -16,9 +16,9 @@ from torch import Tensor
 from .gates import inverse_norm, log_decay, write_strength
 from .targets import CompileTarget
 
-# State bytes one warp holds. 4 KB are eight 16-byte loads in flight a lane and 32 float32 registers; with fewer the
-# memory idles, with more the last wave of programs does.
-BYTES_PER_WARP = 4096
+# Entries of the state that one warp holds: 32 registers and, in float32, eight 16-byte loads in flight a lane. Twice as
+# many leave registers for half as many warps on a processor.
+ENTRIES_PER_WARP = 1024
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -108,11 +108,10 @@ def rollback_kernel(
     tl.store(pool + slot * pool_slot + h * pool_head + rows * pool_row + columns, S, mask=mask)
 
 
-def tile_of(K: int, V: int, pool_dtype: torch.dtype) -> tuple[int, int]:
-    """(BK, BV): the columns and rows of the state that one warp holds."""
+def tile_of(K: int, V: int) -> tuple[int, int]:
+    """(BK, BV): the columns and rows of the state that one warp holds, on any device."""
     BK = triton.next_power_of_2(K)
-    rows = max(1, BYTES_PER_WARP // (BK * pool_dtype.itemsize))
-    return BK, min(rows, triton.next_power_of_2(V))
+    return BK, min(max(1, ENTRIES_PER_WARP // BK), triton.next_power_of_2(V))
 
 
 class DecodePlan:
@@ -127,7 +126,7 @@ class DecodePlan:
         inputs = (q, k, v, a, b, A_log, dt_bias, slots, known)
         self.copies = any(x is not None and not _dense_inside(x) for x in inputs)
         q, k, v, a, b = (_inner_dense(x) for x in (q, k, v, a, b))
-        BK, BV = tile_of(K, V, pool.dtype)
+        BK, BV = tile_of(K, V)
         strides = (*_steps(q, 3), *_steps(k, 3), *_steps(v, 3), *_steps(a, 2), *_steps(b, 2), *_steps(pool, 3))
         self.numbers = (K**-0.5, T, *strides, H, HV, K, V, BK, BV, known is not None, keep)
         self.states_shape = (N, T, HV, V, K) if keep else None
@@ -151,7 +150,7 @@ class RollbackPlan:
 
     def __init__(self, states, accepted, pool, slots):
         N, T, HV, V, K = states.shape
-        BK, BV = tile_of(K, V, pool.dtype)
+        BK, BV = tile_of(K, V)
         self.numbers = (T, *_steps(pool, 3), HV, K, V, BK, BV)
         self.launch = Launch(rollback_kernel, N * HV * triton.cdiv(V, BV), pool.device)
 
@@ -210,7 +209,7 @@ def _steps(x: Tensor, n: int) -> tuple[int, ...]:
 
 
 def compile_targets(arch: str):
-    """Yield what a launch here can select, on any architecture: the tile follows from K, V and the pool's dtype.
+    """Yield what a launch here can select, on any architecture: the tile follows from K and V.
 
     One row each for a plain and a padded K, wide and narrow, with and without the state after each token.
     """
@@ -223,14 +222,14 @@ def compile_targets(arch: str):
         (torch.bfloat16, 96, 100, True),
         (torch.bfloat16, 256, 256, True),
     ):
-        BK, BV = tile_of(K, V, pool)
+        BK, BV = tile_of(K, V)
         stored = "fp32" if pool == torch.float32 else "bf16"
         constexprs = {"H": 4, "HV": 8, "K": K, "V": V, "BK": BK, "BV": BV, "HAS_KNOWN": keep, "KEEP": keep}
         pointers = dict.fromkeys(("q", "k", "v", "a", "b", "o"), "bf16") | {"slots": "i64", "known": "i1"}
         pointers |= {"A_log": "fp32", "dt_bias": "fp32", "pool": stored, "states": stored}
         name = f"decode K{K} V{V} {stored} pool" + ", every state" * keep
         yield _target(name, decode_kernel, constexprs, pointers)
-    BK, BV = tile_of(128, 128, torch.float32)
+    BK, BV = tile_of(128, 128)
     constexprs = {"HV": 8, "K": 128, "V": 128, "BK": BK, "BV": BV}
     pointers = {"states": "fp32", "accepted": "i64", "pool": "fp32", "slots": "i64"}
     yield _target("rollback K128 V128 fp32 pool", rollback_kernel, constexprs, pointers)
