@@ -11,6 +11,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # e^-104 is 0 in float32: a decay below it is the same reset however deep, and stays finite here for the sums (7.5).
 SMALLEST_LOG_DECAY = tl.constexpr(-128.0)
+FULL_PRECISION = tl.constexpr("ieee")
 
 
 # ------------------------------------------------------------------------------------------ where a chunk lies
@@ -118,9 +119,8 @@ def decay_matrix(whole, rest, C: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr = tl.constexpr("ieee")):
-    """(I + N)^-1 of a strictly lower N [C, C], C a power of two from 16, as float32; only what lies below the diagonal
-    is read.
+def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr = FULL_PRECISION):
+    """(I + N)^-1 in float32, N [C, C] read below the diagonal only, C a power of two from 16.
 
     Block doubling X <- X - X N_level X (6.8): blocks of 2 are inverted by sight; each level joins two neighbours, and
     N_level is what of N lies between them. To 16 on the batch of diagonal blocks, from there on the whole tile. No
