@@ -92,12 +92,13 @@ def power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int) -> Config:
+def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool) -> Config:
     """One of configs_for: where there are a narrow and a wide one, the wide one if its waves are so much fewer that a
-    chunk of it, which costs 1.64 narrow ones, pays."""
+    chunk of it, which costs 1.64 narrow ones, pays. Packed sequences may be of any lengths, and among few of them the
+    longest decides: for those the narrow one."""
     narrow, *wide = configs_for(device.architecture, itemsize, K)
     narrow = narrow._replace(BV=min(narrow.BV, power_of_two(V)))
-    if not wide or V <= narrow.BV:
+    if not wide or V <= narrow.BV or (packed and 2 * head_sequences < 3 * device.processors):
         return narrow
     waves = [-(-head_sequences * -(-V // c.BV) // device.processors) for c in (narrow, wide[0])]
     return wide[0] if 1.64 * waves[1] < waves[0] else narrow
@@ -147,17 +148,39 @@ class Launch:
             self.run(*tensors, *self.constants)
 
 
-class Plan(NamedTuple):
-    """Everything about a call that its data does not change."""
+class Plan:
+    """Everything about a call that its data does not change; run() allocates and launches."""
 
-    prepare: Launch
-    segment: Launch | None
-    scan: Launch
-    tiles: tuple[int, ...]  # shape of A and P together
-    factors: tuple[int, ...]
-    maps: tuple[tuple[int, ...], tuple[int, ...]]  # shapes of R and B
-    final: tuple[int, ...]
-    tma: bool
+    def __init__(self, launches: tuple, shapes: dict, device, tma: bool, to_arrange: bool, out: torch.dtype):
+        self.prepare, self.segment, self.scan = launches
+        self.shapes = shapes  # shape and dtype of what is allocated, by name
+        self.device, self.tma, self.to_arrange, self.out = device, tma, to_arrange, out
+
+    def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B,T,HV,V] and the final states or None, from the inputs of chunk_forward as they came."""
+        if self.to_arrange:
+            q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+        if self.device.type == "cpu":
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+        with torch.cuda.device(self.device):
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+
+    def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
+        tiles, factors, o = self._empty("tiles"), self._empty("factors"), self._empty("o")
+        final = self._empty("final") if "final" in self.shapes else None
+        if self.tma:
+            triton.set_allocator(_scratch)
+        self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, factors, o)
+        R = B = None
+        if self.segment is not None:
+            R, B = self._empty("R"), self._empty("B")
+            self.segment(k, v, tiles, factors, R, B)
+        self.scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B)
+        return (o if o.dtype == self.out else o.to(self.out)), final
+
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype = self.shapes[name]
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 _plans: dict[tuple, Plan] = {}
@@ -167,9 +190,17 @@ def _scratch(size: int, alignment: int, stream) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _signature(x: Tensor | None) -> tuple | None:
-    """What kernels are compiled for: the alignment too, since Triton makes use of it."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+def kind_of_call(tensors: tuple, options: tuple) -> tuple:
+    """What a plan depends on: sizes, strides, dtypes and options; alignment too, since Triton compiles for it."""
+    kinds = tuple(
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors
+    )
+    return kinds, options
+
+
+def recall(kind: tuple) -> Plan | None:
+    """The plan of an earlier call of the same kind, whose arguments have been checked then."""
+    return _plans.get(kind)
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -179,6 +210,18 @@ def by_token(x: Tensor) -> Tensor:
     wanted = (x.shape[3], 1) if x.dim() == 4 else (1,)
     together = all(n == 1 or s == w for n, s, w in zip(x.shape[2:], inner, wanted, strict=True))
     return x if together and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
+
+
+def arrange(q: Tensor, k: Tensor, v: Tensor, g, beta, cu_seqlens) -> tuple:
+    """The inputs as the kernels take them: q, k, v of one dtype, tokens at even distances, boundaries on the device."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if q.device.type == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float32  # the interpreter would multiply it wrongly
+    q, k, v = (by_token(x.to(dtype)) for x in (q, k, v))
+    g, beta = (x if x is None else by_token(x) for x in (g, beta))
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True).contiguous()
+    return q, k, v, g, beta, cu_seqlens
 
 
 def can_copy(*tensors: Tensor) -> bool:
@@ -214,8 +257,8 @@ def chunk_forward(
     q, k: [B,T,H,K]; v: [B,T,HV,V], bfloat16, float16 or float32, widths up to 256, best views whose tokens lie evenly
     (others are copied); g [B,T,HV] (natural log; the raw gate a where A_log is given) and beta (the raw gate b where
     beta_is_raw), any of these dtypes, or None; initial_state: [N,HV,K,V], or [N,HV,V,K] where state_v_first, any
-    strides and dtype; cu_seqlens: [N+1] on any device. config and segments stand in for those chosen by
-    shape and device.
+    strides and dtype; cu_seqlens: [N+1] on any device. config and segments stand in for those chosen by shape and
+    device.
 
     Returns o [B,T,HV,V] in v's dtype and the final state in float32, or None. Where kernels are interpreted, bfloat16
     is widened to float32, since the interpreter multiplies it wrongly.
@@ -223,49 +266,15 @@ def chunk_forward(
     N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     if not q.shape[1] or not N:
         return _nothing(q, v, initial_state, N, output_final_state, state_v_first)
-    out = v.dtype
-    q, k, v = _one_dtype(q, k, v)
-    q, k, v = by_token(q), by_token(k), by_token(v)
-    g, beta = (x if x is None else by_token(x) for x in (g, beta))
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True).contiguous()
-    if initial_state is not None and state_v_first:
-        initial_state = initial_state.mT
-    optional = (g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    flags = (scale, state_v_first, output_final_state, use_qk_l2norm, beta_is_raw, allow_neg_eigval, config, segments)
-    key = (q.device, *map(_signature, (q, k, v, *optional)), *flags)
-    plan = _plans.get(key)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    options = (scale, output_final_state, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first)
+    kind = kind_of_call(tensors, (*options, config, segments) if config or segments else options)
+    plan = _plans.get(kind)
     if plan is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[key] = make_plan(q, k, v, N, *optional, *flags)
-    with torch.cuda.device(q.device.index if q.is_cuda else -1):
-        o, final = _run(plan, q, k, v, *optional, output_final_state)
-    return o.to(out), final
-
-
-def _run(plan: Plan, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, output_final_state):
-    A, P = q.new_empty(plan.tiles)
-    factors = q.new_empty(plan.factors, dtype=torch.float32)
-    o = v.new_empty(v.shape)
-    final = q.new_empty(plan.final, dtype=torch.float32) if output_final_state else None
-    if plan.tma:
-        triton.set_allocator(_scratch)
-    plan.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, A, P, factors, o)
-    R = maps = None
-    if plan.segment is not None:
-        R = q.new_empty(plan.maps[0])
-        maps = q.new_empty(plan.maps[1], dtype=torch.float32)
-        plan.segment(k, v, A, factors, R, maps)
-    plan.scan(q, k, v, o, A, P, factors, initial, final, cu_seqlens, R, maps)
-    return o, final
-
-
-def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if q.device.type == "cpu" and dtype == torch.bfloat16:
-        dtype = torch.float32
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+        plan = _plans[kind] = make_plan(*tensors, *options, config, segments)
+    return plan.run(*tensors)
 
 
 def _nothing(q, v, initial_state, N, output_final_state, state_v_first):
@@ -279,48 +288,57 @@ def _nothing(q, v, initial_state, N, output_final_state, state_v_first):
 
 
 def make_plan(
-    q, k, v, N, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, state_v_first, output_final_state, use_qk_l2norm,
-    beta_is_raw, allow_neg_eigval, config=None, segments=None,
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, output_final_state, use_qk_l2norm, beta_is_raw,
+    allow_neg_eigval, state_v_first, config=None, segments=None,
 ) -> Plan:  # fmt: skip
     """The plan of a call: configuration, grids and every number that kernels are given. See chunk_forward."""
+    out, given = v.dtype, (q, k, v, g, beta, cu_seqlens)
+    q, k, v, g, beta, cu_seqlens = arranged = arrange(*given)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    device = device_of(q.device)
-    copied = can_copy(q, k, v)
-    config = config or choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV)
-    C, BK, packed = config.C, power_of_two(K), cu_seqlens is not None
-    tma = config.tma and copied
+    packed = cu_seqlens is not None
+    N = len(cu_seqlens) - 1 if packed else B
+    device, copied = device_of(q.device), can_copy(q, k, v)
+    if config is None:
+        config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
+    C, BK, tma = config.C, power_of_two(K), config.tma and copied
     NT, NV = -(-T // C), -(-V // config.BV)
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
         segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
     length = -(-NT // segments)
     segments = -(-NT // length)
-    strides = {name: x.stride(1) if x is not None else 0 for name, x in zip("qkvgb", (q, k, v, g, beta), strict=True)}
-    inverse = triton.language.float32 if q.dtype == torch.float32 else triton.language.float16
+    q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
     prepare = Launch(
         prepare_kernel, slots * HV,
-        (T, N, slots, scale, *(strides[x] for x in "qkgb"), H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm,
+        (T, N, slots, scale, q_, k_, g_, b_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm,
          g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
-         2.0 if allow_neg_eigval else 1.0, inverse),
+         2.0 if allow_neg_eigval else 1.0),
         num_warps=config.prepare_warps, num_stages=1,
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
-    how = (tma, config.stages)
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    n, h, sk, sv = (0, 0, 0, 0) if initial is None else initial.stride()
+    n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
+    strides = (n, h, row, column) if state_v_first else (n, h, column, row)
     scan = Launch(
         scan_kernel, N * HV * segments * NV,
-        (T, slots, segments, length, *(strides[x] for x in "qkv"), n, h, sv, sk, *shape, packed, initial is not None,
-         output_final_state, state_v_first, segments > 1, *how),
+        (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
+         state_v_first, segments > 1, tma, config.stages),
         **options,
     )  # fmt: skip
-    segment = Launch(
-        segment_kernel, N * HV * (segments - 1) * (NV + BK // config.BV),
-        (T, slots, segments, length, strides["k"], strides["v"], *shape, *how), **options,
-    ) if segments > 1 else None  # fmt: skip
-    maps = (N * segments * HV, 2, BK, BK), (N * segments * HV, NV * config.BV, BK)
-    final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    return Plan(prepare, segment, scan, (2, HV, slots, C, C), (HV, slots, 4, C), maps, final, tma)
+    # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
+    fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
+    shapes = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, 5, C), single), "o": (v.shape, q.dtype)}
+    if output_final_state:
+        shapes["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
+    segment = None
+    if segments > 1:
+        numbers = (T, slots, segments, length, k_, v_, *shape, tma, config.stages)
+        blocks = NV + -(-BK // config.BV)
+        segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
+        shapes["R"] = (N * segments * HV, 2, BK, BK), q.dtype
+        shapes["B"] = (N * segments * HV, NV * config.BV, BK), single
+    to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
+    return Plan((prepare, segment, scan), shapes, q.device, tma, to_arrange, out)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
@@ -349,10 +367,9 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
     if not all_kernels:
         return targets
-    inverse = triton.language.float32 if dtype == "fp32" else triton.language.float16
     prepare = {
         **shape, "BV": K, "PACKED": False, "NORM": False, "HAS_G": True, "RAW_G": False, "HAS_BIAS": False,
-        "HAS_BETA": True, "RAW_BETA": False, "LARGEST_BETA": 1.0, "INVERSE": inverse,
+        "HAS_BETA": True, "RAW_BETA": False, "LARGEST_BETA": 1.0,
     }  # fmt: skip
     how = {"num_warps": config.prepare_warps, "hot": dtype != "fp32"}
     targets.append(_target(f"prepare/{where}", prepare_kernel, dtype, prepare, **how))
@@ -366,7 +383,8 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
 
 
 def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
-    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "A", "P", "R")}}
+    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "R")}}
+    known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
     known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}

@@ -19,21 +19,31 @@ def inverse_lengths(x):
 
 
 @triton.jit
+def unscaled(x):
+    """Rows of x [M, N] brought to a largest entry of 1, and what was taken out of them: ([M, N], [M]).
+
+    So that float16 holds them, whatever their size, eight times as finely as bfloat16 would.
+    """
+    top = tl.max(tl.abs(x), 1)
+    top = tl.where(top > 1e-30, top, 1.0)
+    return x * (1 / top)[:, None], top
+
+
+@triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, A, P, factors, o,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, factors, o,
     T, N, slots, scale, q_stride, k_stride, g_stride, beta_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, HAS_G: tl.constexpr, RAW_G: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, LARGEST_BETA: tl.constexpr,
-    INVERSE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head.
 
     q, k: token rows [.., H, K], `stride` elements from token to token; g, beta: [.., HV]; A_log, dt_bias: [HV].
-    Writes A [HV, slots, C, C] = (I + N)^-1 with N = tril(Gamma * (K K^T), -1) diag(beta), P of that shape = scale
-    (Gamma * (Q K^T)) diag(beta), and factors [HV, slots, 4, C]: with what a key's row, an error's row and a query's row
-    is multiplied in the scan, and the decay over the whole chunk. beta stands on the right in both, so that the rows
-    of the scan are the errors themselves. The L2 norm is such a factor too: q and k stay as they came.
+    Writes tiles [HV, slots, 2, C, C]: A = (I + N)^-1 with N = tril(Gamma * (K K^T), -1) diag(beta), and P = (Gamma *
+    (Q K^T)) diag(beta) with rows of largest entry 1; and factors [HV, slots, 5, C] for the scan: what keys, errors,
+    queries and P are multiplied with there, and the decay over the whole chunk. beta stands on the right in both, so
+    that the rows of the scan are the errors themselves. The L2 norm is a factor too: q and k stay as they came.
     """
     h = tl.program_id(0) % HV
     slot = tl.program_id(0) // HV
@@ -75,30 +85,34 @@ def prepare_kernel(
     if RAW_BETA:
         b_beta = tl.where(inside, LARGEST_BETA * write_strength(b_beta), 0.0)  # (7.6)
 
-    # compute, and store what is done with: P before the inverse, so that its registers are free there
+    # compute, and store what is done with: P first and K K^T after it, so that their registers are free again
     base = h.to(tl.int64) * slots + slot
-    p_tile = base * (C * C) + i[:, None] * C + i[None, :]
-    p_factors = factors + base * (4 * C) + i
+    p_tile = tiles + base * (2 * C * C) + i[:, None] * C + i[None, :]
+    p_factors = factors + base * (5 * C) + i
     whole, rest = cumulative_decay(b_g)  # (7.2)
     whole_C, rest_C = tl.sum(tl.where(i == C - 1, whole, 0.0), 0), tl.sum(tl.where(i == C - 1, rest, 0.0), 0)
     gamma = power(whole, rest)
-    tail = power(whole_C - whole, rest_C - rest)
-    length_k, length_q = 1.0, 1.0
-    if NORM:
-        length_k, length_q = inverse_lengths(b_k), inverse_lengths(b_q)
-    b_beta *= length_k
-    tl.store(p_factors, gamma * length_k)  # of K in diag(gamma) K S   (5.3)
-    tl.store(p_factors + C, tail * b_beta)  # of E in (diag(gamma_C/gamma) K)^T E   (5.6)
-    tl.store(p_factors + 2 * C, gamma * (length_q * scale))  # of Q in diag(gamma) Q S   (5.5)
-    tl.store(p_factors + 3 * C, power(whole_C, rest_C), mask=i == 0)  # of S   (5.6)
-
     exponent = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
-    Gamma = tl.exp2(tl.where(i[:, None] >= i[None, :], exponent, float("-inf"))) * b_beta[None, :]  # (7.1)
-    b_P = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * Gamma * scale  # (5.5)
+    Gamma = tl.exp2(tl.where(i[:, None] >= i[None, :], exponent, float("-inf")))  # (7.1)
+    late = power(whole_C - whole, rest_C - rest) * b_beta
+    score = tl.full([C], scale, tl.float32)
+    if NORM:
+        length_k = inverse_lengths(b_k)
+        score *= inverse_lengths(b_q)
+        Gamma *= length_k[None, :]
+        late *= length_k
+    Gamma *= b_beta[None, :]
+    tl.store(p_factors + C, late)  # of E in (diag(gamma_C/gamma) K)^T E   (5.6)
+    tl.store(p_factors + 2 * C, gamma * score)  # of Q in diag(gamma) Q S   (5.5)
+    tl.store(p_factors + 4 * C, power(whole_C, rest_C), mask=i == 0)  # of S   (5.6)
+    b_P, top = unscaled(tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * Gamma)  # (5.5)
+    tl.store(p_factors + 3 * C, top * score)
+    tl.store(p_tile + C * C, b_P.to(tiles.dtype.element_ty))
+
     b_N = tl.dot(b_k, tl.trans(b_k), input_precision="ieee") * Gamma  # (5.2)
     if NORM:
-        b_P *= length_q[:, None]
+        gamma *= length_k
         b_N *= length_k[:, None]
-    tl.store(P + p_tile, b_P.to(P.dtype.element_ty))
-    b_A = invert_unit_lower(b_N.to(INVERSE), C, INVERSE)  # (5.2)
-    tl.store(A + p_tile, b_A.to(A.dtype.element_ty))
+    tl.store(p_factors, gamma)  # of K in diag(gamma) K S   (5.3)
+    b_A = invert_unit_lower(b_N.to(tiles.dtype.element_ty), C, tiles.dtype.element_ty)  # (5.2)
+    tl.store(p_tile, b_A.to(tiles.dtype.element_ty))

@@ -13,6 +13,7 @@ No factor W is ever formed.
 import triton
 import triton.language as tl
 
+from .prep import unscaled
 from .tiles import first_slot, load_rows, store_rows
 
 
@@ -50,12 +51,13 @@ def write_tile(x, row, stride, length, width, tile, BR: tl.constexpr, BC: tl.con
 
 @triton.jit
 def step(S, b_k, b_v, b_A, read, write, end):
-    """One chunk: the errors E^T [BV, C] of its tokens and the state after it, from the state S^T [BV, K] before it."""
+    """One chunk: from the state S^T [BV, K] before it the state after it, and the errors of its tokens as E^T [BV, C],
+    rows of largest W 1, with the factors [BV] that were taken out of them."""
     U = tl.dot(S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-    W = tl.trans(b_v).to(tl.float32) - read[None, :] * U  # (V - diag(gamma) K S)^T   (5.4)
-    E = tl.dot(W.to(b_k.dtype), tl.trans(b_A), input_precision="ieee")  # (5.3)
-    late = (E * write[None, :]).to(b_k.dtype)
-    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E  # (5.6)
+    W, top = unscaled(tl.trans(b_v).to(tl.float32) - read[None, :] * U)  # (V - diag(gamma) K S)^T   (5.4)
+    E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (5.3)
+    late = (E * (top[:, None] * write[None, :])).to(b_k.dtype)
+    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E, top  # (5.6)
 
 
 @triton.jit
@@ -72,7 +74,7 @@ def compose(S, R, B, BK: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    q, k, v, o, A, P, factors, initial, final, cu_seqlens, R, B,
+    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B,
     T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, V_FIRST: tl.constexpr,
@@ -80,7 +82,7 @@ def scan_kernel(
 ):  # fmt: skip
     """BV columns of V of one value head of one sequence, or of one of its segments, chunk after chunk.
 
-    q, k, v: token rows; A, P, factors: see prep.py; initial: a state in any layout; R, B: see segment_kernel. Writes o
+    q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B: see segment_kernel. Writes o
     [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -105,8 +107,7 @@ def scan_kernel(
     m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
     m_o = rows_of(o + corner_o, HV * V, L, width, C, BV, TMA)
-    m_A = rows_of(A + base * (C * C), C, NT * C, C, C, C, TMA)
-    m_P = rows_of(P + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
 
     row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
     inside = (row_v < V)[:, None] & (row_k < K)[None, :]
@@ -129,18 +130,18 @@ def scan_kernel(
         # load; neighbours that feed products alone share one arrival of the copy engine
         row = chunk * C
         b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
+        b_A = read_tile(m_tiles, 2 * row, C, 2 * NT * C, C, C, C, TMA)
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
-        b_P = read_tile(m_P, row, C, NT * C, C, C, C, TMA)
+        b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (4 * C)
-        read, write, query = (tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 2 * C + i))
-        end = tl.load(p_factors + 3 * C)
+        p_factors = factors + (base + chunk) * (5 * C)
+        read, write, query = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 2 * C + i)
+        score, end = tl.load(p_factors + 3 * C + i), tl.load(p_factors + 4 * C)
         # compute
         b_S = S.to(b_k.dtype)
-        S, E = step(S, b_k, b_v, b_A, read, write, end)
+        S, E, top = step(S, b_k, b_v, b_A, read, write, end)
         O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
-        O = tl.dot(E.to(b_k.dtype), tl.trans(b_P), acc=O, input_precision="ieee")  # (5.5)
+        O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (top[:, None] * score[None, :])  # (5.5)
         # store
         write_tile(m_o, row, HV * V, L, width, tl.trans(O.to(o.dtype.element_ty)), C, BV, TMA)
 
@@ -156,7 +157,7 @@ def scan_kernel(
 
 @triton.jit
 def segment_kernel(
-    k, v, A, factors, R, B, T, slots, segments, length, k_stride, v_stride,
+    k, v, tiles, factors, R, B, T, slots, segments, length, k_stride, v_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +168,7 @@ def segment_kernel(
     has rounded away. B is [.., V, BK] in float32, V filled up to whole blocks.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    NR: tl.constexpr = BK // BV
+    NR: tl.constexpr = (BK + BV - 1) // BV
     pid = tl.program_id(0)
     block = pid % (NV + NR)
     h = (pid // (NV + NR)) % HV
@@ -180,7 +181,8 @@ def segment_kernel(
     width = V - iv * BV
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, T, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, T, width, C, BV, TMA)
-    m_A = rows_of(A + base * (C * C), C, tl.cdiv(T, C) * C, C, C, C, TMA)
+    NT = tl.cdiv(T, C)
+    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
     row, column = tl.arange(0, BV), tl.arange(0, BK)
     row_R = (block - NV) * BV + row
     S = tl.where((row_R[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
@@ -188,12 +190,12 @@ def segment_kernel(
     i = tl.arange(0, C)
     for chunk in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
         b_k = read_tile(m_k, chunk * C, k_stride, T, K, C, BK, TMA)
-        b_A = read_tile(m_A, chunk * C, C, tl.cdiv(T, C) * C, C, C, C, TMA)
+        b_A = read_tile(m_tiles, 2 * chunk * C, C, 2 * NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, chunk * C, v_stride, T, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (4 * C)
-        read, write, end = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 3 * C)
+        p_factors = factors + (base + chunk) * (5 * C)
+        read, write, end = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 4 * C)
         b_v = tl.where(of_B, b_v, 0.0)
-        S, _ = step(S, b_k, b_v, b_A, read, write, end)
+        S, _, _ = step(S, b_k, b_v, b_A, read, write, end)
 
     z = ((n * segments + segment) * HV + h).to(tl.int64)
     if of_B:
@@ -201,5 +203,6 @@ def segment_kernel(
     else:
         p_R = R + z * (2 * BK * BK) + row_R[:, None] * BK + column[None, :]
         high = S.to(R.dtype.element_ty)
-        tl.store(p_R, high)
-        tl.store(p_R + BK * BK, (S - high.to(tl.float32)).to(R.dtype.element_ty))
+        inside = (row_R < BK)[:, None]
+        tl.store(p_R, high, mask=inside)
+        tl.store(p_R + BK * BK, (S - high.to(tl.float32)).to(R.dtype.element_ty), mask=inside)
