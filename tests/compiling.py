@@ -200,9 +200,16 @@ def _work(task):
     return compile_one(targets(arch, modules)[n], arch)
 
 
-def compile_all(archs, modules=MODULES, only="*", workers=None):
+def compile_all(archs, modules=MODULES, only="*", workers=None, short=False):
     """Rows of everything, compiled by as many processes as there are processors."""
-    tasks = [(a, n, modules) for a in archs for n, t in enumerate(targets(a, modules)) if fnmatch.fnmatch(t.name, only)]
+    tasks = []
+    for arch in archs:
+        known = set()
+        for n, target in enumerate(targets(arch, modules)):
+            wanted = not short or target.hot or target.kernel not in known
+            known.add(target.kernel)
+            if wanted and fnmatch.fnmatch(target.name, only):
+                tasks.append((arch, n, modules))
     with multiprocessing.get_context("fork").Pool(workers or os.cpu_count()) as pool:
         return pool.map(_work, tasks, chunksize=1)
 
@@ -235,6 +242,7 @@ def main():
     parser.add_argument("--arch", action="append", choices=list(CARDS), help="all of them if left out")
     parser.add_argument("--module", action="append", help="where to look; gdn_ref.kernels if left out")
     parser.add_argument("--only", default="*", help="pattern of target names, such as 'scan*'")
+    parser.add_argument("--short", action="store_true", help="what is hot, and one configuration of every other kernel")
     parser.add_argument("--json", help="write the rows here as well")
     parser.add_argument("--workers", type=int)
     args = parser.parse_args()
@@ -245,7 +253,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="gdn_ref_compile_") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # empty, or the compiler would not run and say nothing
         stand_in_for_the_amd_linker(folder)
-        rows = compile_all(args.arch or list(CARDS), args.module or MODULES, args.only, args.workers)
+        rows = compile_all(args.arch or list(CARDS), args.module or MODULES, args.only, args.workers, args.short)
     print(f"Triton {triton.__version__}: {len(rows)} compilations in {time.perf_counter() - start:.0f} s")
     print(table(rows))
     faulty = [r for r in rows if r.faults]
@@ -257,6 +265,6 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "0"
+    os.environ.update(TRITON_INTERPRET="0", TRITON_ALWAYS_COMPILE="1")  # what is taken from a cache reports nothing
     sys.path.insert(0, str(ROOT))
     sys.exit(main())
