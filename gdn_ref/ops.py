@@ -23,6 +23,8 @@ LARGEST_KERNEL_WIDTH = 256
 
 
 class Backend(NamedTuple):
+    """Who serves a call, and the reason, as a reader would want it: what which_backend answers with."""
+
     name: str  # "triton", "torch" or "recurrent"
     reason: str  # why this one serves
 

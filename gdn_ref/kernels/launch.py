@@ -19,7 +19,6 @@ from .prep import prepare_kernel
 from .scan import scan_kernel, segment_kernel
 from .targets import CompileTarget
 
-LARGEST_WIDTH = 256
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
 
@@ -41,16 +40,16 @@ FP32 = {(4, False): (Config(16, 16, 8, 1, False),), (4, True): (Config(16, 16, 8
 # (bytes an element, K > 128): one configuration, or a narrow and a wide one between which the waves decide.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # Hopper: 64 rows of V are one warpgroup's product. Three chunks in flight hide the copies (with two a chunk takes
-    # half as long again); K = 256 leaves shared memory for two.
+    # half as long again). K = 256 fills the registers, unless chunks are shorter.
     "sm_90": {
         (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True)),
-        (2, True): (Config(64, 32, 8, 2, True),),
+        (2, True): (Config(32, 64, 8, 2, True),),
         **FP32,
     },
-    "sm_100": {(2, False): (Config(64, 64, 4, 3, True),), (2, True): (Config(64, 32, 8, 2, True),), **FP32},
+    "sm_100": {(2, False): (Config(64, 64, 4, 3, True),), (2, True): (Config(32, 64, 8, 2, True),), **FP32},
     # Ampere has no copy engine: narrow blocks of eight warps keep state and operands in registers. It also stands in
     # for Hopper and Blackwell where rows are no multiple of 16 bytes, as their copy engine wants them.
-    "sm_80": {(2, False): (Config(64, 32, 8, 2, False),), (2, True): (Config(64, 32, 8, 2, False),), **FP32},
+    "sm_80": {(2, False): (Config(64, 32, 8, 2, False),), (2, True): (Config(32, 16, 8, 2, False),), **FP32},
     # CDNA3 has 64 KB of shared memory and twice the registers.
     "gfx942": {(2, False): (Config(64, 32, 4, 1, False),), (2, True): (Config(32, 32, 4, 1, False),), **FP32},
 }

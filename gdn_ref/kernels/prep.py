@@ -29,7 +29,7 @@ def unscaled(x):
     return x * (1 / top)[:, None], top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "slots"])  # or a new number of tokens would compile anew
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, factors, o,
     T, N, slots, scale, q_stride, k_stride, g_stride, beta_stride,

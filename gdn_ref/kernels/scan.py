@@ -61,18 +61,19 @@ def step(S, b_k, b_v, b_A, read, write, end):
 
 
 @triton.jit
-def compose(S, R, B, BK: tl.constexpr):
-    """S R + B: the state after a segment, from its affine map (10.1). R points at the two halves that add up to it."""
-    p_R = R + tl.arange(0, BK)[:, None] * BK + tl.arange(0, BK)[None, :]
-    b_R = tl.load(p_R)
+def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
+    """S R + B: the state after a segment, from its affine map (10.1). R is the sum of two halves, one below the other
+    from a row of m_R on."""
+    b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)
     high = S.to(b_R.dtype)
     low = (S - high.to(tl.float32)).to(b_R.dtype)
-    B = tl.dot(high, b_R, acc=B, input_precision="ieee")
-    B = tl.dot(low, b_R, acc=B, input_precision="ieee")
-    return tl.dot(high, tl.load(p_R + BK * BK), acc=B, input_precision="ieee")
+    S = tl.dot(high, b_R, input_precision="ieee")
+    S = tl.dot(low, b_R, acc=S, input_precision="ieee")
+    b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)
+    return tl.dot(high, b_R, acc=S, input_precision="ieee") + tl.load(B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def scan_kernel(
     q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B,
     T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
@@ -118,10 +119,12 @@ def scan_kernel(
         S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
     first, last = 0, NT
     if SEGMENTED:
-        p_B = row_v[:, None] * BK + row_k[None, :]
+        maps = segments * HV
+        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+        p_B = B + n.to(tl.int64) * maps * (NV * BV * BK) + row_v[:, None] * BK + row_k[None, :]
         for s in tl.range(0, segment, num_stages=1):
-            z = ((n * segments + s) * HV + h).to(tl.int64)
-            S = compose(S, R + z * (2 * BK * BK), tl.load(B + z * (NV * BV * BK) + p_B), BK)
+            z = s * HV + h
+            S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_B + z.to(tl.int64) * (NV * BV * BK), BK, TMA)
         first = segment * length
         last = tl.minimum(first + length, NT)
 
@@ -155,7 +158,7 @@ def scan_kernel(
             tl.store(p_final, S, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def segment_kernel(
     k, v, tiles, factors, R, B, T, slots, segments, length, k_stride, v_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
@@ -189,9 +192,10 @@ def segment_kernel(
 
     i = tl.arange(0, C)
     for chunk in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
-        b_k = read_tile(m_k, chunk * C, k_stride, T, K, C, BK, TMA)
-        b_A = read_tile(m_tiles, 2 * chunk * C, C, 2 * NT * C, C, C, C, TMA)
-        b_v = read_tile(m_v, chunk * C, v_stride, T, width, C, BV, TMA)
+        row_C = chunk * C
+        b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
+        b_A = read_tile(m_tiles, 2 * row_C, C, 2 * NT * C, C, C, C, TMA)
+        b_v = read_tile(m_v, row_C, v_stride, T, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (5 * C)
         read, write, end = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 4 * C)
         b_v = tl.where(of_B, b_v, 0.0)
