@@ -4,13 +4,20 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 EXTRAS := notebooks,test,site,dev
+# The oldest and the newest Triton that the kernels are made for; both are tested, each laid over what .venv has. Up to
+# 3.6 its interpreter does not get along with NumPy 2.4.
+TRITONS := 3.4.0 3.9.0
+NUMPY_FOR_3.4.0 := numpy==2.2.6
+COMPILE_FOR_3.4.0 := short
+KERNEL_TESTS := $(sort $(wildcard tests/test_kernels*.py)) tests/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help book site lab test lint clean
+.PHONY: help book site lab test kernels lint clean
 
 help:
 	@echo "make book   run every notebook, build the site into site/, end with a table of what was proved and checked"
-	@echo "make test   the whole test suite, notebooks included"
+	@echo "make test   the test suite, notebooks included; the kernels have a command of their own"
+	@echo "make kernels    the Triton kernels, interpreted and compiled for four architectures, under Triton $(TRITONS)"
 	@echo "make lab    open the book in JupyterLab"
 	@echo "make site   the site alone, from the committed outputs"
 	@echo "make lint   ruff over code and notebooks"
@@ -40,6 +47,20 @@ lab: $(STAMP)
 
 test: $(STAMP)
 	@$(RUN) -m pytest --nbval
+
+kernels: $(TRITONS:%=kernels-%)
+
+kernels-%: $(STAMP) | $(VENV)/triton-%
+	@echo "kernels under Triton $*"
+	@GDN_REF_COMPILE=$(COMPILE_FOR_$*) PYTHONPATH=$(CURDIR)/$(VENV)/triton-$* $(RUN) -m pytest $(KERNEL_TESTS)
+
+# Empty where .venv itself has that version.
+.PRECIOUS: $(VENV)/triton-%
+$(VENV)/triton-%: | $(STAMP)
+	@if [ "$$($(RUN) -c 'from importlib.metadata import version; print(version("triton"))' 2>&1)" = $* ]; then mkdir $@; else \
+	    echo "installing Triton $* beside $(VENV), once"; rm -rf $@.part; \
+	    $(RUN) -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target $@.part \
+	        triton==$* $(NUMPY_FOR_$*) && mv $@.part $@; fi
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

@@ -12,7 +12,7 @@ from .ops import (
     fused_recurrent_gated_delta_rule,
     which_backend,
 )
-from .serving import gdn_extend_chunkwise, gdn_extend_chunkwise_torch
+from .serving import gdn_decode, gdn_extend_chunkwise, gdn_extend_chunkwise_torch, gdn_rollback
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,10 @@ __all__ = [
     "chunk_local_cumsum",
     "chunk_scaled_dot_kkt_fwd",
     "fused_recurrent_gated_delta_rule",
+    "gdn_decode",
     "gdn_extend_chunkwise",
     "gdn_extend_chunkwise_torch",
+    "gdn_rollback",
     "l2norm",
     "prepare_chunk_indices",
     "recompute_w_u_fwd",

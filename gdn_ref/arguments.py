@@ -19,6 +19,7 @@ from .gates import at_least_float32
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+MOST_DECODE_TOKENS = 8
 BACKENDS = ("auto", "triton", "torch", "recurrent")
 
 
@@ -92,6 +93,52 @@ def check_pool_call(q, k, v, a, b, A_log, dt_bias, state_pool, cache_indices, cu
     if readable(cache_indices):
         _check_slots(cache_indices.tolist(), len(state_pool))
     return sizes._replace(N=N)
+
+
+def check_decode_call(q, k, v, a, b, A_log, dt_bias, state_pool, cache_indices, fresh) -> None:
+    """Check the arguments of gdn_decode but for the slots' values. q, k: [N,T,H,K]; v: [N,T,HV,V]; a, b: [N,T,HV]."""
+    names = ("batch_size", "tokens")
+    N, T, _, HV, K, V, _ = _check_qkv(q, k, v, lead=", ".join(names), names=names)
+    if not 1 <= T <= MOST_DECODE_TOKENS:
+        raise ValueError(
+            f"q: found {T} tokens a request in shape {list(q.shape)}, expected 1 to {MOST_DECODE_TOKENS}; "
+            "gdn_extend_chunkwise takes more"
+        )
+    for name, x in (("a", a), ("b", b)):
+        check_tensor(name, x, FLOATS, {"batch_size": N, "tokens": T, "HV": HV}, device=q.device)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check_tensor(name, x, FLOATS, {"HV": HV}, device=q.device)
+    _check_pool(state_pool, HV, V, K, q.device)
+    check_tensor("cache_indices", cache_indices, INTEGERS, {"batch_size": N}, device=q.device)
+    if fresh is not None:
+        check_tensor("has_initial_state", fresh, (torch.bool,), {"batch_size": N}, device=q.device)
+
+
+def check_rollback_call(states, accepted, state_pool, cache_indices) -> None:
+    """Check the arguments of gdn_rollback but for values. states: [N,T,HV,V,K]; accepted, cache_indices: [N]."""
+    axes = dict.fromkeys(("batch_size", "tokens", "HV", "V", "K"))
+    check_tensor("states", states, FLOATS, axes)
+    N, _, HV, V, K = states.shape
+    _check_pool(state_pool, HV, V, K, states.device)
+    if states.dtype != state_pool.dtype:
+        raise ValueError(f"states: found dtype {states.dtype}, expected the pool's, {state_pool.dtype}")
+    for name, x in (("accepted", accepted), ("cache_indices", cache_indices)):
+        check_tensor(name, x, INTEGERS, {"batch_size": N}, device=states.device)
+
+
+def check_slots(cache_indices: Tensor, pool_size: int) -> None:
+    """Every slot is -1 or in the pool, none named twice; looked at where the values may be read."""
+    if readable(cache_indices):
+        _check_slots(cache_indices.tolist(), pool_size)
+
+
+def check_accepted(accepted: Tensor, cache_indices: Tensor, tokens: int) -> None:
+    """Requests that are not skipped accept 1 to all of their tokens; looked at where the values may be read."""
+    if not readable(accepted):
+        return
+    for row, (n, slot) in enumerate(zip(accepted.tolist(), cache_indices.tolist(), strict=True)):
+        if slot >= 0 and not 1 <= n <= tokens:
+            raise ValueError(f"accepted: found {n} at {row}, expected 1 to {tokens}, the tokens of the decode call")
 
 
 STAGE_AXES = {

@@ -14,6 +14,12 @@ Each command below does one of the things this project is for.  Try, in this ord
   python -m gdn_ref prove --chapter 1     the first chapter's identities, in about a second
   python -m gdn_ref prove                 the whole book's algebra
   python -m gdn_ref demo                  train a small model and hold every form of the algorithm against float64
+  python -m gdn_ref bench                 time it beside every other implementation that is there; needs a GPU
+"""
+
+BENCH = """\
+Times gdn_ref and every peer that is installed (flash-linear-attention, FlashQLA, FlashInfer, transformers) on the same
+tensors in one process, holds each against float64 first, and sets the times against what the GPU allows at best.
 """
 
 PROVE = """\
@@ -68,7 +74,7 @@ def main(argv=None):
 
 
 def make_parser(argv):
-    """The parser and its subparsers by name.  demo's options are only read when demo is asked for: they need torch."""
+    """The parser and its subparsers by name.  Options that need torch are only read when their command is asked for."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m gdn_ref", description=ABOUT, formatter_class=raw)
     sub = parser.add_subparsers(dest="command", metavar="command", title="commands (each has its own --help)")
@@ -81,11 +87,17 @@ def make_parser(argv):
     demo = sub.add_parser("demo", help="train a small model, compare every form on it", description=DEMO,
                           formatter_class=raw)
     demo.set_defaults(run=run_demo)
+    bench = sub.add_parser("bench", help="time it beside its peers on a GPU", description=BENCH, formatter_class=raw)
+    bench.set_defaults(run=run_bench)
     if argv[:1] == ["demo"]:
         from .demo import add_arguments
 
         add_arguments(demo)
-    return parser, {"prove": prove, "demo": demo}
+    if argv[:1] == ["bench"]:
+        from .bench import add_arguments
+
+        add_arguments(bench)
+    return parser, {"prove": prove, "demo": demo, "bench": bench}
 
 
 def run_demo(args, parser):
@@ -93,6 +105,13 @@ def run_demo(args, parser):
     from .demo import main as run
 
     return run(args)
+
+
+def run_bench(args, parser):
+    """python -m gdn_ref bench."""
+    from .bench import main as run
+
+    return run(args, parser)
 
 
 # ---- prove -----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,13 @@ class WY(NamedTuple):
     U: np.ndarray
 
 
+class Affine(NamedTuple):
+    """The map S ↦ A S + B that a run of tokens is to the memory:  A [K, K], B [K, V].  (10.1)"""
+
+    A: np.ndarray
+    B: np.ndarray
+
+
 # ---- token by token: the definition ----------------------------------------------------------------------------------
 
 
@@ -164,6 +171,84 @@ def chunkwise(q, k, v, alpha, beta, S0=None, chunk_size=64):
         c = slice(start, start + chunk_size)
         O[c], S = chunk(q[c], k[c], v[c], alpha[c], beta[c], S)
     return Output(O, S)
+
+
+# ---- chunks as maps of the memory: one sequence on many processors ---------------------------------------------------
+
+
+def chunk_map(k, v, alpha, beta):
+    """What one chunk does to any memory: Affine(A, B) with S_C = A S_0 + B.  k [C, K]; v [C, V]; alpha, beta [C].
+
+    Needs neither q nor S_0, so every chunk's map can be made at once.  No tokens: the identity.  Source: (10.1).
+    """
+    k, v, alpha, beta = _cast(k, v, alpha, beta)
+    if len(k) == 0:
+        return identity_map(k.shape[1], v.shape[1], k.dtype)
+    gamma, Gamma = decay(alpha)
+    W, U = wy_solve(k, v, alpha, beta)
+    K_C = Gamma[-1][:, None] * k                               # [C, K]   keys, decayed to the chunk's end
+    return Affine(gamma[-1] * np.eye(k.shape[1], dtype=k.dtype) - K_C.T @ W, K_C.T @ U)
+
+
+def identity_map(K, V, dtype=object):
+    """(I, 0), the map of no tokens at all.  (10.3)"""
+    return Affine(np.eye(K, dtype=dtype), np.zeros((K, V), dtype=dtype))
+
+
+def compose(later, earlier):
+    """The map of two runs, one after the other; the later one stands on the left.  (10.2)"""
+    return Affine(later.A @ earlier.A, later.A @ earlier.B + later.B)
+
+
+def apply(m, S):
+    """A S + B [K, V], the memory after the run whose map is ``m``.  (10.1)"""
+    return m.A @ S + m.B
+
+
+def scan(maps, combine=compose):
+    """Every prefix m_1, m_2∘m_1, m_3∘m_2∘m_1, …, by pairs: fewer than 2 n compositions, in about 2 log2(n) rounds.
+
+    maps: a list, the earliest first; combine(later, earlier): any associative operation.  Returns a list as long as
+    maps.  Source: (10.4).
+    """
+    if len(maps) < 2:
+        return list(maps)
+    paired = scan([combine(b, a) for a, b in zip(maps[::2], maps[1::2], strict=False)], combine)
+    prefixes = list(maps[:1])
+    for j, pair in enumerate(paired):                          # pair: all up to the odd place 2j + 1
+        prefixes.append(pair)
+        prefixes += [combine(m, pair) for m in maps[2 * j + 2:2 * j + 3]]
+    return prefixes
+
+
+def segment_map(k, v, alpha, beta, chunk_size=64):
+    """The map of a segment of any length, by the same code as the forward pass: columns do not mix.  (10.5)
+
+    Run on the values [V | 0] from the state [0 | I], the rule ends in [B | A].  Shapes as in ``chunk_map``.
+    """
+    k, v, alpha, beta = _cast(k, v, alpha, beta)
+    A, B = identity_map(k.shape[1], v.shape[1], k.dtype)
+    values = np.concatenate([v, np.zeros_like(k)], axis=1)     # [T, V + K]
+    end = chunkwise(k, k, values, alpha, beta, np.concatenate([B, A], axis=1), chunk_size).S
+    return Affine(end[:, v.shape[1]:], end[:, :v.shape[1]])
+
+
+def parallel(q, k, v, alpha, beta, S0=None, segment_size=256, chunk_size=64):
+    """One sequence cut into segments, one a processor; the values of ``recurrence``, nothing dropped.  (10.6)
+
+    Each processor makes its segment's map, a scan of the maps gives every processor the state that reaches it, and
+    each runs its own segment from there.  Only the scan looks across segments.  Shapes as in the module's docstring.
+    Returns Output(O [T, V], S [K, V]).  Raises ValueError when the shapes disagree or a size is below 1.
+    """
+    if segment_size < 1:
+        raise ValueError(f"segment_size: found {segment_size}, expected an integer >= 1")
+    q, k, v, alpha, beta, S = _arrays(q, k, v, alpha, beta, S0)
+    cuts = [slice(start, start + segment_size) for start in range(0, len(k), segment_size)]
+    maps = [segment_map(k[c], v[c], alpha[c], beta[c], chunk_size) for c in cuts]
+    states = [S] + [apply(m, S) for m in scan(maps)]           # [K, V] each: before every segment, and at the end
+    runs = [chunkwise(q[c], k[c], v[c], alpha[c], beta[c], before, chunk_size)
+            for c, before in zip(cuts, states, strict=False)]
+    return Output(np.concatenate([v[:0]] + [run.O for run in runs]), states[-1])
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -5,23 +5,27 @@ Names and keywords are those of flash-linear-attention, so that its users and tr
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import Sizes, check_backend, check_delta_rule, compute_dtype
+from .arguments import Sizes, check_backend, check_delta_rule, compute_dtype, readable
 from .chunkwise import chunkwise_gated_delta_rule
 from .gates import l2norm, log_decay, write_strength
 from .recurrent import recurrent_gated_delta_rule
 
+LARGEST_KERNEL_WIDTH = 256
+
 
 class Backend(NamedTuple):
-    """What which_backend answers: the name of the backend that serves a call, and the reason in one sentence."""
+    """Who serves a call, and the reason, as a reader would want it: what which_backend answers with."""
 
-    name: str  # "torch" or "recurrent"
+    name: str  # "triton", "torch" or "recurrent"
     reason: str  # why this one serves
 
 
@@ -29,23 +33,61 @@ class BackendNotice(UserWarning):
     """Said once when a backend serves that the caller may not expect. GDN_REF_STRICT=1 makes it an error."""
 
 
-def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False) -> Backend:
-    """Which backend serves a call on x's device, and why.
+def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False, others: tuple = ()) -> Backend:
+    """Which backend serves a call on x, and why.
 
-    backend: what the call asks for, "auto", "triton", "torch" or "recurrent". decode: ask for
-    fused_recurrent_gated_delta_rule instead of chunk_gated_delta_rule. Raises ValueError on another name and
-    RuntimeError where the backend asked for cannot serve.
+    x: an input, q say; its device, dtype, last axis (the head width) and whether it wants a gradient count. backend:
+    what the call asks for, "auto", "triton", "torch" or "recurrent". decode: ask for fused_recurrent_gated_delta_rule
+    instead of chunk_gated_delta_rule. others: further inputs, or None, which count like x.
+
+    Raises ValueError on another name and RuntimeError where the backend asked for cannot serve.
     """
     check_backend(backend)
+    if backend in ("torch", "recurrent"):
+        return Backend(backend, "asked for by name")
     if backend == "triton":
-        raise RuntimeError("backend 'triton' cannot serve: this version of gdn_ref has no Triton kernels; use 'torch'")
-    if backend != "auto":
+        if obstacle := _obstacle(x, others):
+            raise RuntimeError(f"backend 'triton' cannot serve: {obstacle}; use 'torch'")
         return Backend(backend, "asked for by name")
     name = "recurrent" if decode else "torch"
     if x.device.type == "cpu":
         return Backend(name, f"'auto' on a CPU tensor: PyTorch, {'token by token' if decode else 'by chunks'}")
-    reason = f"'auto' on {x.device}: this version of gdn_ref has no Triton kernels, so PyTorch serves, slower"
-    return Backend(name, reason)
+    if obstacle := _obstacle(x, others):
+        return Backend(name, f"'auto' on {x.device}: {obstacle}, so PyTorch serves, slower")
+    return Backend("triton", f"'auto' on {x.device}: the Triton kernels")
+
+
+def _obstacle(x: Tensor, others: tuple) -> str | None:
+    """Why the Triton kernels cannot serve these inputs; None where they can. Nothing is compiled to find out."""
+    tensors = [x, *(t for t in others if t is not None)]
+    if x.device.type == "cpu":
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            return "triton runs on a GPU, and on the CPU only under TRITON_INTERPRET=1, set before triton is imported"
+    elif x.device.type != "cuda":
+        return f"gdn_ref has no Triton kernels for {x.device.type}"
+    if _kernels() is None:
+        return "triton is not installed, or older than 3.4"
+    if x.device.type == "cuda" and not torch.version.hip:
+        major, minor = torch.cuda.get_device_capability(x.device)
+        if major < 8:
+            return f"the Triton kernels need compute capability 8.0, and {x.device} has {major}.{minor}"
+    if torch.float64 in {t.dtype for t in tensors}:
+        return "the Triton kernels do not calculate in float64"
+    if (width := max(t.shape[-1] for t in tensors if t.dim() > 3 or t is x)) > LARGEST_KERNEL_WIDTH:
+        return f"the Triton kernels take heads up to {LARGEST_KERNEL_WIDTH} wide, and these are {width}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return "a gradient is wanted, and the Triton kernels run forward only"
+    return None
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The launcher of the kernels; imported when first needed, since that imports triton."""
+    try:
+        from .kernels import launch
+    except (ImportError, AttributeError):  # AttributeError: a release that lacks what the kernels need
+        return None
+    return launch
 
 
 def chunk_gated_delta_rule(
@@ -87,9 +129,10 @@ def chunk_gated_delta_rule(
     initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; zeros if None; never modified.
     cu_seqlens: [N + 1] int32 or int64, boundaries of N sequences packed into one row (B = 1), on the CPU to save a
         wait for the device. Tokens beyond the last boundary give 0.
-    chunk_size: the most tokens a chunk may have, 1 to 256 (torch takes 64 at most, fewer for narrow keys); it
-        changes rounding and speed, not the result.
-    backend: "auto", "triton", "torch" or "recurrent" (token by token, the definition); see which_backend.
+    chunk_size: the most tokens a chunk may have, 1 to 256 (torch takes 64 at most, fewer for narrow keys; the Triton
+        kernels take what suits the device); it changes rounding and speed, not the result.
+    backend: "auto" (Triton on a GPU, torch elsewhere), "triton", "torch" or "recurrent" (token by token, the
+        definition); see which_backend. The Triton kernels run forward only: where a gradient is wanted, torch serves.
 
     Returns (o [B, T, HV, V] in v's dtype, final state like initial_state in float32, or float64 for float64 q, k or
     v; None unless output_final_state). Differentiable in every floating input. There is no mask: pad a plain batch
@@ -103,13 +146,26 @@ def chunk_gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464), section 3; book (1.1), (5.3) to (5.6).
     """
+    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    options = (output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
+    if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
+        if plan := _recall(tensors, scale, options):
+            return plan.run(*tensors)
     check_backend(backend)
     sizes = check_delta_rule(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, chunk_size=chunk_size,
     )  # fmt: skip
-    chosen = _announce(which_backend(q, backend), q).name
+    scale = sizes.K**-0.5 if scale is None else scale
+    inputs = (k, v, g, beta, initial_state, A_log, dt_bias)
+    chosen = _announce(which_backend(q, backend, others=inputs), q).name
+    if chosen == "triton":
+        return _kernels().chunk_forward(
+            q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first=state_v_first,
+            output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
+            beta_is_raw=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias,
+        )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         if use_gate_in_kernel:
             g = log_decay(g, A_log, dt_bias)
@@ -117,12 +173,24 @@ def chunk_gated_delta_rule(
             beta = write_strength(beta, allow_neg_eigval)
         if use_qk_l2norm_in_kernel:
             q, k = (l2norm(x.to(compute_dtype(q, k, v))) for x in (q, k))
-        scale = sizes.K**-0.5 if scale is None else scale
         state = initial_state if initial_state is None or not state_v_first else initial_state.transpose(-1, -2)
         o, state = _delta_rule(chosen, sizes, q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
     if not output_final_state:
         return o, None
     return o, (state.transpose(-1, -2) if state_v_first else state).contiguous()
+
+
+def _recall(tensors: tuple, scale: float | None, options: tuple):
+    """The plan of an earlier call of this very kind, or None. Its arguments have passed their checks then, and to check
+    them again would cost half as much processor time as the rest of the call."""
+    q, cu_seqlens = tensors[0], tensors[7]
+    if not isinstance(q, Tensor) or not q.is_cuda or not all(x is None or isinstance(x, Tensor) for x in tensors):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None
+    if (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
+        return None  # boundaries that may be looked at are, for they may be new ones
+    return kernels.recall(kernels.kind_of_call(tensors, (q.shape[-1] ** -0.5 if scale is None else scale, *options)))
 
 
 def _delta_rule(
@@ -164,11 +232,14 @@ def fused_recurrent_gated_delta_rule(
     """Gated DeltaNet token by token: decoding, and the definition itself.
 
     Arguments, results and errors are those of chunk_gated_delta_rule, with everything beyond g by name; "auto" runs
-    the token recurrence. Training through it keeps a state a token (it warns where that is much): train by chunks.
+    the token recurrence on a CPU and the Triton kernels on a GPU. Training through it keeps a state a token (it warns
+    where that is much): train by chunks.
 
     Source: Gated Delta Networks (arXiv 2412.06464), equation 10; book (1.1).
     """
-    chosen = _announce(which_backend(q, backend, decode=True), q).name if isinstance(q, Tensor) else "recurrent"
+    inputs = [x for x in (k, v, g, beta, initial_state, A_log, dt_bias) if isinstance(x, Tensor)]
+    usable = isinstance(q, Tensor) and q.dim() == 4
+    chosen = _announce(which_backend(q, backend, decode=True, others=inputs), q).name if usable else "recurrent"
     return chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
@@ -177,7 +248,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _announce(chosen: Backend, x: Tensor) -> Backend:
-    if x.device.type != "cpu" and chosen.reason.startswith("'auto'"):
+    if x.device.type != "cpu" and chosen.name != "triton" and chosen.reason.startswith("'auto'"):
         if os.environ.get("GDN_REF_STRICT") == "1":
             raise RuntimeError(f"GDN_REF_STRICT=1 and {chosen.reason}")
         if not _announced:

@@ -7,6 +7,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here an
 
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: its kernels are interpreted then
+
 
 def pytest_configure(config):
     """Give the notebooks that run under nbval a folder of their own for figures, so that a test run changes no file."""

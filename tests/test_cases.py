@@ -44,8 +44,10 @@ import gdn_ref
 from gdn_ref import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
+    gdn_decode,
     gdn_extend_chunkwise,
     gdn_extend_chunkwise_torch,
+    gdn_rollback,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -665,6 +667,22 @@ def test_T12_a_prompt_in_pieces_carries_its_state(extend, split):
     assert error(tail[0][None, :30], right[0][None, 64:94]) > 0.05
 
 
+def test_T14_rejected_drafts_leave_no_trace():
+    """Decode 4 drafts, accept 2, decode 2 others: what plain decoding of those 4 tokens gives, bit for bit."""
+    x, start = without(_request((6,), label="T14"), "cu_seqlens"), randn(rng("T14"), 2, 2, 24, 16).float()
+    slot = torch.tensor([1])
+    part = lambda *at: {n: t[None, list(at)] if n in "qkvab" else t for n, t in x.items()}  # noqa: E731
+    pool = start.clone()
+    _, states = gdn_decode(**part(0, 1, 2, 3), state_pool=pool, cache_indices=slot, state_after_each=True)
+    stained = gdn_decode(**part(4, 5), state_pool=pool.clone(), cache_indices=slot)
+    gdn_rollback(states, torch.tensor([2]), pool, slot)
+    o = gdn_decode(**part(4, 5), state_pool=pool, cache_indices=slot)
+    plain = start.clone()
+    greedy = [gdn_decode(**part(t), state_pool=plain, cache_indices=slot) for t in (0, 1, 4, 5)]
+    assert torch.equal(pool, plain) and torch.equal(o, torch.cat(greedy[2:], 1))
+    assert error(stained, o) > 0.05
+
+
 # ================================================================ 5 dtypes
 
 HALF, GATE = (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)
@@ -740,8 +758,9 @@ def test_C06_checkpoint_on_a_cold_call(fn):
         )
 
 
-def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainly():
+def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainly(monkeypatch):
     """ValueError with both devices; backend="triton" on CPU tensors gives one line, not a driver's traceback."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = make(5, 1)
     with pytest.raises(ValueError, match="(?s)(?=.*meta)(?=.*cpu)"):
         op(**(x | {"v": x["v"].to("meta")}))
@@ -778,8 +797,9 @@ def test_P01_chunk_form_is_what_auto_trains_with():
     assert _training_peak(256, "auto") == _training_peak(256, "torch") < _training_peak(256, "recurrent") / 2
 
 
-def test_P02_which_backend_says_who_serves_and_why():
+def test_P02_which_backend_says_who_serves_and_why(monkeypatch):
     """A query function; the wanted backend is served or refused, never another one in silence."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = torch.zeros(1)
     for name in ("torch", "recurrent"):
         assert gdn_ref.which_backend(x, name).name == name

@@ -16,6 +16,9 @@ property_test = settings(max_examples=50, deadline=None, derandomize=True, datab
                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
+FORMS = [exact.recurrence, exact.chunk, exact.chunkwise, exact.parallel]
+
+
 def numbers(low, high, *often):
     """Small rationals in [low, high], some of them more often than chance would have it."""
     plain = st.fractions(low, high, max_denominator=4)
@@ -123,6 +126,114 @@ def test_float64_agrees(p, chunk_size):
             np.testing.assert_allclose(a, b.astype(np.float64), rtol=1e-11, atol=1e-11)
 
 
+# ---- chunks as maps --------------------------------------------------------------------------------------------------
+
+
+def map_of(p, first=0, last=None):
+    """chunk_map of some of a problem's tokens."""
+    return exact.chunk_map(*(x[first:last] for x in (p.k, p.v, p.alpha, p.beta)))
+
+
+@st.composite
+def maps(draw, count):
+    """`count` maps of the same widths, any matrices at all: composition must not rest on how they were made."""
+    K, V = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    entry = numbers(-2, 2)
+    return [exact.Affine(arrays(draw, entry, K, K), arrays(draw, entry, K, V)) for _ in range(count)]
+
+
+@property_test
+@given(problems())
+def test_map_of_a_chunk_gives_its_state(p):
+    m = map_of(p)
+    same([exact.apply(m, p.S0)], [exact.recurrence(*p).S])
+    same([exact.apply(m, p.S0 * 0)], [m.B])
+
+
+@property_test
+@given(problems(), st.integers(0, 9))
+def test_maps_of_two_runs_compose_to_the_map_of_both(p, at):
+    same(exact.compose(map_of(p, at), map_of(p, 0, at)), map_of(p))
+
+
+@property_test
+@given(maps(3))
+def test_composition_is_associative_and_has_a_unit(three):
+    x, y, z = three
+    same(exact.compose(z, exact.compose(y, x)), exact.compose(exact.compose(z, y), x))
+    unit = exact.identity_map(*x.B.shape)
+    same(exact.compose(unit, x), x)
+    same(exact.compose(x, unit), x)
+
+
+@property_test
+@given(maps(2), st.integers(0, 3))
+def test_a_composed_map_applies_the_earlier_one_first(two, column):
+    x, y = two
+    S = x.B[:, [min(column, x.B.shape[1] - 1)]] * np.ones(x.B.shape[1], dtype=int)
+    same([exact.apply(exact.compose(y, x), S)], [exact.apply(y, exact.apply(x, S))])
+
+
+@property_test
+@given(st.lists(st.text(max_size=2), max_size=40))
+def test_scan_keeps_the_order_and_is_short(words):
+    """Joining of texts is associative and never commutative, so a prefix out of order is seen."""
+    done = []
+    found = exact.scan(words, lambda later, earlier: done.append(1) or earlier + later)
+    assert found == ["".join(words[:i + 1]) for i in range(len(words))]
+    assert len(done) <= 2 * len(words)
+
+
+@property_test
+@given(problems(), st.integers(1, 5))
+def test_segment_map_is_the_chunk_map(p, chunk_size):
+    arguments = p.k, p.v, p.alpha, p.beta
+    same(exact.segment_map(*arguments, chunk_size=chunk_size), exact.chunk_map(*arguments))
+
+
+@property_test
+@given(problems(), st.integers(1, 12), st.integers(1, 5))
+def test_parallel_is_the_recurrence(p, segment_size, chunk_size):
+    same(exact.parallel(*p, segment_size=segment_size, chunk_size=chunk_size), exact.recurrence(*p))
+
+
+@property_test
+@given(problems(min_tokens=2))
+def test_parallel_drops_nothing_where_nothing_fades(p):
+    """alpha = 1 and keys that leave the first direction alone: the memory's first row must reach the end whole."""
+    p.k[:, 0], p.alpha[:] = Fraction(0), Fraction(1)
+    O, S = exact.parallel(*p, segment_size=1)
+    assert (S[0] == p.S0[0]).all()
+    same((O, S), exact.recurrence(*p))
+
+
+def test_parallel_in_float64_with_slow_gates():
+    """4096 tokens in 16 segments, two thirds of the memory left at the end: every segment's state goes all the way."""
+    rng = np.random.default_rng(10)
+    T, K, V = 4096, 8, 5
+    q, k, v = rng.standard_normal((T, K)), rng.standard_normal((T, K)), rng.standard_normal((T, V))
+    k[:, 0] = 0
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    alpha, beta = np.exp(rng.uniform(-1.8e-4, 0, T)), rng.uniform(0, 1, T)
+    problem = q, k, v, alpha, beta, rng.standard_normal((K, V))
+    found, wanted, S0 = exact.parallel(*problem, segment_size=256), exact.recurrence(*problem), problem[5]
+    assert np.prod(alpha) > 0.6
+    np.testing.assert_allclose(found.O, wanted.O, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found.S, wanted.S, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(found.S[0], np.prod(alpha) * S0[0], rtol=1e-11)
+
+
+def test_a_map_of_unit_keys_never_enlarges():
+    """(10.7): in the 2-norm |A| <= gamma, so what is rounded in one segment is not blown up by later ones."""
+    rng = np.random.default_rng(11)
+    for beta in (0.3, 1.0, 2.0):
+        k = rng.standard_normal((20, 6))
+        k /= np.linalg.norm(k, axis=1, keepdims=True)
+        alpha = rng.uniform(0.5, 1, 20)
+        A = exact.chunk_map(k, k, alpha, np.full(20, beta)).A
+        assert np.linalg.norm(A, 2) <= np.prod(alpha) * (1 + 1e-12)
+
+
 def test_longer_rational_run():
     p = rational(40, 5, 4)
     for chunk_size in (7, 16, 64):
@@ -136,7 +247,7 @@ def test_symbols_run_through_the_same_lines():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, object])
-@pytest.mark.parametrize("form", [exact.recurrence, exact.chunk, exact.chunkwise])
+@pytest.mark.parametrize("form", FORMS)
 def test_no_tokens(form, dtype):
     S0 = np.arange(6).reshape(2, 3).astype(dtype)
     O, S = form(*(np.zeros(s, dtype) for s in ((0, 2), (0, 2), (0, 3), (0,), (0,))), S0)
@@ -144,7 +255,7 @@ def test_no_tokens(form, dtype):
     assert O.dtype == S.dtype == dtype
 
 
-@pytest.mark.parametrize("form", [exact.recurrence, exact.chunk, exact.chunkwise])
+@pytest.mark.parametrize("form", FORMS)
 def test_nothing_given_is_changed(form):
     p = rational(6, 3, 2)
     before = [x.copy() for x in p]
@@ -153,7 +264,7 @@ def test_nothing_given_is_changed(form):
     assert all((x == y).all() for x, y in zip(p, before, strict=True))
 
 
-@pytest.mark.parametrize("form", [exact.recurrence, exact.chunk, exact.chunkwise])
+@pytest.mark.parametrize("form", FORMS)
 def test_no_state_is_a_zero_state(form):
     p = rational(6, 3, 2)
     same(form(*p[:5]), form(*p[:5], p.S0 * 0))
@@ -163,14 +274,16 @@ def test_no_state_is_a_zero_state(form):
     ("q", (5, 2)), ("k", (5,)), ("v", (4, 2)), ("alpha", (4,)), ("beta", (5, 1)), ("S0", (2, 3))])
 def test_a_wrong_shape_is_named(name, shape):
     p = rational(5, 3, 2)._replace(**{name: np.ones(shape)})
-    for form in (exact.recurrence, exact.chunk, exact.chunkwise):
+    for form in FORMS:
         with pytest.raises(ValueError, match=f"^{name}: found "):
             form(*p)
 
 
-def test_chunk_size_below_one():
+def test_size_below_one():
     with pytest.raises(ValueError, match="^chunk_size: found 0, expected"):
         exact.chunkwise(*rational(5, 3, 2), chunk_size=0)
+    with pytest.raises(ValueError, match="^segment_size: found 0, expected"):
+        exact.parallel(*rational(5, 3, 2), segment_size=0)
 
 
 def test_no_float_no_exp_no_division_in_the_source():

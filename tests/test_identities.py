@@ -8,8 +8,8 @@ from gdn_ref import exact, identities
 from gdn_ref.identities import IDENTITIES, Identity, ProofError, algebra, ch03, ch07, check, get, prove
 
 # How many tags each chapter has for good; later ones may follow, none may move.
-FIXED = {1: 5, 2: 5, 3: 6, 4: 4, 5: 8, 6: 8, 7: 7}
-REFUTED = {"1.5", "3.6", "5.7", "5.8", "7.7"}
+FIXED = {1: 5, 2: 5, 3: 6, 4: 4, 5: 8, 6: 8, 7: 7, 10: 9, 11: 9}
+REFUTED = {"1.5", "3.6", "5.7", "5.8", "7.7", "10.8", "11.4", "11.9"}
 TAGS = [identity.tag for identity in IDENTITIES]
 
 
@@ -55,6 +55,7 @@ def test_residuals_of_the_refuted():
     assert prove("3.6").residual == "β·(W·Kᵀ − K·Wᵀ)·k·kᵀ"
     assert "α_1 - 1" in prove("5.7").residual
     assert "NaN" in prove("7.7").residual
+    assert "S_00*α_0*α_1*α_2" in prove("10.8").residual
 
 
 def test_residuals_are_the_same_every_time():
@@ -126,6 +127,23 @@ def wrong_sign_of_delta(wy, S0):
     return wy.U + wy.W @ S0
 
 
+def earlier_on_the_left(later, earlier):
+    return exact.Affine(earlier.A @ later.A, earlier.A @ later.B + earlier.B)
+
+
+def undecayed_map(k, v, alpha, beta):
+    W, U = exact.wy_solve(k, v, alpha, beta)
+    return exact.Affine(np.eye(k.shape[1], dtype=object) - k.T @ W, k.T @ U)
+
+
+def last_one_left_out(maps, combine=exact.compose):
+    return maps[:1] + [combine(maps[i], maps[i - 1]) for i in range(1, len(maps))]
+
+
+def warm_up_only(m, S):
+    return m.B + 0 * S
+
+
 DECAY = exact.decay
 MUTANTS = [
     ("1.1", "step", forget_last),
@@ -148,6 +166,21 @@ MUTANTS = [
     ("6.8", "solve_tril", jacobi_inverse),
     ("7.1", "decay", one_decay_too_many),
     ("7.5", "decay", lambda alpha: exact.Decay(np.cumprod(alpha), np.tril(np.ones((len(alpha),) * 2, dtype=object)))),
+    ("10.1", "chunk_map", undecayed_map),
+    ("10.2", "compose", earlier_on_the_left),
+    ("10.2", "chunk_map", undecayed_map),
+    ("10.4", "scan", last_one_left_out),
+    ("10.5", "segment_map", lambda *arguments, chunk_size: undecayed_map(*arguments)),
+    ("10.6", "scan", last_one_left_out),
+    ("10.6", "apply", warm_up_only),
+    ("10.9", "recompute_w_u_fwd", undecayed_w),
+    ("11.1", "chunk_state", undecayed_state),
+    ("11.2", "decay", one_decay_too_many),
+    ("11.3", "chunk_delta", wrong_sign_of_delta),
+    ("11.5", "step", forget_last),
+    ("11.6", "chunk_output", undecayed_output),
+    ("11.7", "chunk_state", undecayed_state),
+    ("11.8", "step", forget_last),
 ]
 
 

@@ -26,6 +26,8 @@ CHAPTERS = (
     "05_gate",
     "06_inverse",
     "07_range_and_precision",
+    "10_affine_maps_compose",
+    "11_serving",
 )
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -15,9 +15,10 @@ from helpers import (
     randn,
     rng,
     serve,
+    without,
 )
 
-from gdn_ref import gdn_extend_chunkwise, gdn_extend_chunkwise_torch
+from gdn_ref import gdn_decode, gdn_extend_chunkwise, gdn_extend_chunkwise_torch, gdn_rollback
 
 EXTEND = {"loop-name": gdn_extend_chunkwise, "torch-name": gdn_extend_chunkwise_torch}
 both = pytest.mark.parametrize("extend", EXTEND.values(), ids=EXTEND)
@@ -421,3 +422,221 @@ def test_a_call_costs_no_more_operations_for_more_requests():
             gdn_extend_chunkwise(**x)
         counts.append(ops.count)
     assert counts[1] <= counts[0] + 20, counts
+
+
+@both
+def test_requests_of_one_token_pay_for_no_chunks(extend):
+    """A batch of single tokens takes the decode step: fewer than half the operations."""
+    x = request((1,) * 5, pool=7, slots=[6, -1, 2, 3, 0])
+    assert_close(call(extend, x), expected(x), cu_seqlens=x["cu_seqlens"])
+    extend(**x)
+    with CountOps() as ops:
+        extend(**x)
+    longer = request((2,) * 5, pool=7, slots=[6, -1, 2, 3, 0])
+    extend(**longer)
+    with CountOps() as chunked:
+        extend(**longer)
+    assert 2 * ops.count < chunked.count, (ops.count, chunked.count)
+
+
+# ---------------------------------------------------------------- decode
+
+
+def drafts(N=3, T=1, H=1, HV=2, K=16, V=24, **options):
+    """Arguments of gdn_decode: the requests of request(), T tokens each, along an axis of their own."""
+    x = without(request((T,) * N, H, HV, K, V, **options), "cu_seqlens")
+    return {n: t.unflatten(0, (N, T)) if n in "qkvab" else t for n, t in x.items()}
+
+
+def decoded(x, **options):
+    """Run on a copy of the pool; o [1,N*T,HV,V] and the pool after, and whatever else came back."""
+    pool = x["state_pool"].clone()
+    o = gdn_decode(**{**x, "state_pool": pool}, **options)
+    o, *others = o if isinstance(o, tuple) else (o,)
+    return {"o": o.flatten(0, 1)[None], "state": pool}, *others
+
+
+def decode_expected(x, fresh=()):
+    N, T = x["q"].shape[:2]
+    flat = {n: t.flatten(0, 1) if n in "qkvab" else t for n, t in x.items()}
+    return expected(flat | {"cu_seqlens": offsets((T,) * N)}, fresh)
+
+
+DECODE_ROWS = pairwise(
+    N=(1, 4),
+    T=(1, 3, 8),
+    heads=((1, 1), (1, 3), (2, 8)),
+    KV=((16, 24), (24, 8), (1, 1)),
+    keys=("random", "correlated"),
+    decay=(0.01, 1.0, 30.0),
+)
+
+
+def test_signature_of_decode():
+    p = inspect.signature(gdn_decode).parameters
+    assert tuple(p) == (*NAMES[:9], "has_initial_state", "state_after_each")
+    assert [p[n].default for n in list(p)[9:]] == [None, False]
+    assert all(p[n].kind is p[n].KEYWORD_ONLY for n in list(p)[9:])
+
+
+@pytest.mark.parametrize("row", DECODE_ROWS, ids=case_id)
+def test_decode_equals_the_recurrence(row):
+    (H, HV), (K, V), N = row["heads"], row["KV"], row["N"]
+    slots = [(3 * i + 1) % 7 for i in range(N)]
+    x = drafts(N, row["T"], H, HV, K, V, slots=slots, pool=7, keys=row["keys"], decay=row["decay"])
+    results, *_ = decoded(x)
+    assert_close(results, decode_expected(x), cu_seqlens=offsets((row["T"],) * N))
+    idle = [s for s in range(7) if s not in slots]
+    assert torch.equal(results["state"][idle], x["state_pool"][idle])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_decode_of_other_dtypes(dtype):
+    x = drafts(T=4, dtype=dtype)
+    results, *_ = decoded(x)
+    assert results["o"].dtype == dtype
+    assert_close(results, decode_expected(x), {"o": 5e-3, "state": 1e-5})
+
+
+def test_decode_advances_a_bfloat16_pool():
+    """T03: in place and in its own dtype, never a silent no-op."""
+    x = drafts(pool_dtype=torch.bfloat16)
+    results, *_ = decoded(x)
+    assert_close(results, decode_expected(x), {"o": 1e-5, "state": 3e-3})
+    assert not any(torch.equal(results["state"][s], x["state_pool"][s]) for s in (0, 1, 2))
+
+
+def test_decode_skips_and_starts_afresh():
+    """T04, T07: padding may hold NaN and touches nothing; a fresh request does not see what the slot holds."""
+    x = drafts(4, 2, slots=[0, -1, 3, 5])
+    x["v"][1], x["a"][1] = float("nan"), float("nan")
+    x["state_pool"][3] = float("nan")
+    results, states = decoded(x, has_initial_state=torch.tensor([True, True, False, True]), state_after_each=True)
+    clean = {n: t.nan_to_num() if t.is_floating_point() else t for n, t in x.items()}
+    assert_close(results, decode_expected(clean, fresh=(2,)), cu_seqlens=offsets((2,) * 4))
+    assert not results["o"][0, 2:4].any() and not states[1].any()
+
+
+def test_decode_into_a_strided_pool():
+    """T09, T10: no copy of the pool, no byte beside the slots."""
+    x = drafts(pool=8, slots=[6, 1, 3])
+    storage = torch.full((8, 2, 2, 24, 16), 123.0)
+    storage[:, 1] = x["state_pool"]
+    o = gdn_decode(**(x | {"state_pool": storage[:, 1]}))
+    assert (storage[:, 0] == 123.0).all()
+    assert_close({"o": o.flatten(0, 1)[None], "state": storage[:, 1]}, decode_expected(x))
+
+
+def test_prefill_then_decode():
+    """T01: 70 tokens at once and 5 one by one leave what 75 at once leave, K = V or not."""
+    for K, V in ((16, 16), (16, 24)):
+        x = request((75,), K=K, V=V, slots=[3])
+        right, pool = expected(x), x["state_pool"].clone()
+        first = {n: t[:70] if n in "qkvab" else t for n, t in x.items()} | {"state_pool": pool}
+        pieces = [gdn_extend_chunkwise(**(first | {"cu_seqlens": offsets((70,))}))]
+        for i in range(70, 75):
+            step = {n: t[None, i : i + 1] if n in "qkvab" else t for n, t in x.items()} | {"state_pool": pool}
+            pieces.append(gdn_decode(**without(step, "cu_seqlens"))[0])
+        assert_close({"o": torch.cat(pieces)[None], "state": pool}, right)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+def test_states_after_each_token(pool_dtype):
+    """T14: states[:, n-1] is bitwise what a call with n tokens leaves in the pool."""
+    x = drafts(T=4, pool_dtype=pool_dtype, slots=[4, 0, 2])
+    results, states = decoded(x, state_after_each=True)
+    assert states.shape == (3, 4, 2, 24, 16) and states.dtype == pool_dtype
+    for n in range(1, 5):
+        part, *_ = decoded({m: t[:, :n] if m in "qkvab" else t for m, t in x.items()})
+        assert torch.equal(part["state"][[4, 0, 2]], states[:, n - 1])
+        assert torch.equal(part["o"][0].unflatten(0, (3, n)), results["o"][0].unflatten(0, (3, 4))[:, :n])
+
+
+def test_rejected_drafts_leave_no_trace():
+    x = drafts(T=4, slots=[4, -1, 2])
+    pool = x["state_pool"].clone()
+    _, states = gdn_decode(**(x | {"state_pool": pool}), state_after_each=True)
+    assert gdn_rollback(states, torch.tensor([2, 0, 3]), pool, x["cache_indices"]) is None
+    plain = x["state_pool"].clone()
+    for n, accepted in ((0, 2), (2, 3)):
+        part = {m: t[n : n + 1, :accepted] if m in "qkvab" else t for m, t in x.items()}
+        gdn_decode(**(part | {"state_pool": plain, "cache_indices": x["cache_indices"][n : n + 1]}))
+    assert torch.equal(pool, plain)
+
+
+BAD_DECODE = {
+    **{n: BAD[n] for n in BAD if not n.startswith(("cu", "chunk", "q-", "k-", "v-", "a-", "b-", "heads"))},
+    "q-rank": ("q", lambda x: {"q": x["q"][0]}),
+    "q-none": ("q", lambda x: {"q": None}),
+    "q-tokens": ("q", lambda x: {n: x[n].repeat(1, 9, *[1] * (x[n].ndim - 2)) for n in "qkvab"}),
+    "q-no-token": ("q", lambda x: {n: x[n][:, :0] for n in "qkvab"}),
+    "k-width": ("k", lambda x: {"k": x["k"][..., 1:]}),
+    "v-requests": ("v", lambda x: {"v": x["v"][1:]}),
+    "a-heads": ("a", lambda x: {"a": x["a"][..., :1]}),
+    "b-rank": ("b", lambda x: {"b": x["b"][..., None]}),
+    "flag-float": ("has_initial_state", lambda x: {"has_initial_state": torch.ones(3)}),
+    "flag-count": ("has_initial_state", lambda x: {"has_initial_state": torch.ones(2, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DECODE)
+def test_a_bad_decode_names_the_argument_and_writes_nothing(case):
+    """Twice, for what is looked at once must not be forgotten by the second call."""
+    name, change = BAD_DECODE[case]
+    x = drafts()
+    gdn_decode(**(x | {"state_pool": x["state_pool"].clone()}))
+    x = x | change(x)
+    before = x["state_pool"].clone()
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+            gdn_decode(**x)
+    assert torch.equal(x["state_pool"], before)
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"accepted": torch.tensor([0, 1, 1])}, "accepted"),
+        ({"accepted": torch.tensor([1, 5, 1])}, "accepted"),
+        ({"accepted": torch.tensor([1, 1])}, "accepted"),
+        ({"accepted": [1, 1, 1]}, "accepted"),
+        ({"cache_indices": torch.tensor([1, 1, 2])}, "cache_indices"),
+        ({"states": torch.zeros(3, 4, 2, 16, 24)}, "state_pool"),
+        ({"states": torch.zeros(3, 4, 2, 24, 16, dtype=torch.bfloat16)}, "states"),
+    ],
+)
+def test_a_bad_rollback_names_the_argument_and_writes_nothing(change, name):
+    pool = drafts()["state_pool"]
+    before = pool.clone()
+    x = {
+        "states": torch.zeros(3, 4, 2, 24, 16),
+        "accepted": torch.tensor([1, 2, 4]),
+        "state_pool": pool,
+        "cache_indices": torch.tensor([0, 1, 2]),
+    }
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        gdn_rollback(**(x | change))
+    assert torch.equal(pool, before)
+
+
+def test_decode_under_autocast_stays_float32():
+    x = drafts(T=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        results, *_ = decoded(x)
+    assert_close(results, decode_expected(x))
+
+
+def test_a_decode_costs_no_more_operations_for_more_requests():
+    counts = []
+    for n in (1, 128):
+        x = drafts(n, pool=n)
+        gdn_decode(**x)
+        with CountOps() as ops:
+            gdn_decode(**x)
+        counts.append(ops.count)
+    assert counts[1] <= counts[0] + 2, counts
+
+
+def test_decode_says_that_float16_overflows():
+    """N18: a readout of 1e5 does not fit into float16; the docstring says so."""
+    assert "65504" in gdn_decode.__doc__

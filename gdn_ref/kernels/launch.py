@@ -1,0 +1,391 @@
+"""Fused forward on the host: which configuration, how many programs, where the results go. All that knows of devices.
+
+A call costs the processor little: the first call of its kind (shapes, strides, dtypes, flags) makes a plan, with the
+compiled kernels in it, and later ones only allocate and launch. Nothing here waits for the device, so that a call can
+be captured in a CUDA graph once it has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import interpreter
+
+from .prep import prepare_kernel
+from .scan import scan_kernel, segment_kernel
+from .targets import CompileTarget
+
+# Plans are small, but a server sees a new number of tokens in every call.
+MOST_PLANS = 4096
+
+
+class Config(NamedTuple):
+    """How the kernels are cut for a device and an input."""
+
+    C: int  # tokens a chunk
+    BV: int  # columns of V a program of the scan carries
+    warps: int  # of a program of the scan
+    stages: int  # chunks whose loads are in flight
+    tma: bool  # whether the copy engine loads the tiles (Hopper and later)
+    prepare_warps: int = 4
+
+
+# float32 inputs are not chosen for speed: their products are exact multiply-adds, which hold whole rows in registers,
+# so that chunks, blocks and what a warp does must be small.
+FP32 = {(4, False): (Config(16, 16, 8, 1, False),), (4, True): (Config(16, 16, 8, 1, False),)}
+# (bytes an element, K > 128): one configuration, or a narrow and a wide one between which the waves decide.
+CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
+    # Hopper: 64 rows of V are one warpgroup's product. Three chunks in flight hide the copies (with two a chunk takes
+    # half as long again). K = 256 fills the registers, unless chunks are shorter.
+    "sm_90": {
+        (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True)),
+        (2, True): (Config(32, 64, 8, 2, True),),
+        **FP32,
+    },
+    "sm_100": {(2, False): (Config(64, 64, 4, 3, True),), (2, True): (Config(32, 64, 8, 2, True),), **FP32},
+    # Ampere has no copy engine: narrow blocks of eight warps keep state and operands in registers. It also stands in
+    # for Hopper and Blackwell where rows are no multiple of 16 bytes, as their copy engine wants them.
+    "sm_80": {(2, False): (Config(64, 32, 8, 2, False),), (2, True): (Config(32, 16, 8, 2, False),), **FP32},
+    # CDNA3 has 64 KB of shared memory and twice the registers.
+    "gfx942": {(2, False): (Config(64, 32, 4, 1, False),), (2, True): (Config(32, 32, 4, 1, False),), **FP32},
+}
+SAFE = CONFIGS["gfx942"]  # for anything else: it asks for the least
+
+
+def configs_for(architecture: str, itemsize: int, K: int) -> tuple[Config, ...]:
+    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide; safe ones for an
+    architecture that is not in the table."""
+    return CONFIGS.get(architecture, SAFE)[itemsize, K > 128]
+
+
+def configurations(architecture: str) -> list[Config]:
+    """All configurations that can be selected on an architecture, each once."""
+    return list(dict.fromkeys(c for configs in CONFIGS.get(architecture, SAFE).values() for c in configs))
+
+
+class Device(NamedTuple):
+    architecture: str
+    processors: int
+
+    def without_copies(self) -> Device:
+        """The same with the configurations of an architecture that has no copy engine."""
+        return self._replace(architecture="sm_80") if self.architecture in ("sm_90", "sm_100") else self
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Architecture ("sm_90", "gfx942", "cpu" where kernels are interpreted) and processors of a torch device."""
+    if device.type == "cpu":
+        return Device("cpu", 1)
+    properties = torch.cuda.get_device_properties(device)
+    name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
+    return Device(name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two from 16 that is at least n: the least that a product takes."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool) -> Config:
+    """One of configs_for: where there are a narrow and a wide one, the wide one if its waves are so much fewer that a
+    chunk of it, which costs 1.64 narrow ones, pays. Packed sequences may be of any lengths, and among few of them the
+    longest decides: for those the narrow one."""
+    narrow, *wide = configs_for(device.architecture, itemsize, K)
+    narrow = narrow._replace(BV=min(narrow.BV, power_of_two(V)))
+    if not wide or V <= narrow.BV or (packed and 2 * head_sequences < 3 * device.processors):
+        return narrow
+    waves = [-(-head_sequences * -(-V // c.BV) // device.processors) for c in (narrow, wide[0])]
+    return wide[0] if 1.64 * waves[1] < waves[0] else narrow
+
+
+def choose_segments(device: Device, config: Config, programs: int, chunks: int, K: int, itemsize: int) -> int:
+    """Into how many segments a sequence is cut. It pays where the heads leave most of the processors idle, for the map
+    of a segment costs as much again as the scan of it, and every segment composes those before it."""
+    fits = itemsize == 2 and config.BV <= power_of_two(K) <= 128
+    if programs * 2 > device.processors or chunks < 64 or not fits:
+        return 1
+    return max(1, min(device.processors // programs, chunks // 16))
+
+
+# ---------------------------------------------------------------------------------------------------- launching
+
+
+def _let_data_bound_loops() -> None:
+    """Teach the interpreter that a loop may end where data says. Since NumPy 2.4 an array of one number is no longer an
+    int by itself, and that is what Triton's interpreter makes of every scalar."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor"):
+    _let_data_bound_loops()
+
+
+class Launch:
+    """One kernel with all but its tensors fixed; called through Triton once, from then on directly."""
+
+    def __init__(self, kernel, programs: int, constants: tuple, **options):
+        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
+        self.run = None
+
+    def __call__(self, *tensors) -> None:
+        if self.run is None:
+            compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
+            if hasattr(compiled, "asm"):  # not where kernels are interpreted
+                self.run = compiled[self.grid]
+        else:
+            self.run(*tensors, *self.constants)
+
+
+class Plan:
+    """Everything about a call that its data does not change; run() allocates and launches."""
+
+    def __init__(self, launches: tuple, shapes: dict, device, tma: bool, to_arrange: bool, out: torch.dtype):
+        self.prepare, self.segment, self.scan = launches
+        self.shapes = shapes  # shape and dtype of what is allocated, by name
+        self.device, self.tma, self.to_arrange, self.out = device, tma, to_arrange, out
+
+    def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B,T,HV,V] and the final states or None, from the inputs of chunk_forward as they came."""
+        if self.to_arrange:
+            q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+        if self.device.type == "cpu":
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+        with torch.cuda.device(self.device):
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+
+    def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
+        tiles, factors, o = self._empty("tiles"), self._empty("factors"), self._empty("o")
+        final = self._empty("final") if "final" in self.shapes else None
+        if self.tma:
+            triton.set_allocator(_scratch)
+        self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, factors, o)
+        R = B = None
+        if self.segment is not None:
+            R, B = self._empty("R"), self._empty("B")
+            self.segment(k, v, tiles, factors, R, B)
+        self.scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B)
+        return (o if o.dtype == self.out else o.to(self.out)), final
+
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype = self.shapes[name]
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def _scratch(size: int, alignment: int, stream) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def kind_of_call(tensors: tuple, options: tuple) -> tuple:
+    """What a plan depends on: sizes, strides, dtypes and options; alignment too, since Triton compiles for it."""
+    kinds = tuple(
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors
+    )
+    return kinds, options
+
+
+def recall(kind: tuple) -> Plan | None:
+    """The plan of an earlier call of the same kind, whose arguments have been checked then."""
+    return _plans.get(kind)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """x [B, T, ...] such that tokens, of all rows of the batch, lie at even distances and each one's numbers lie
+    together: itself wherever that is so (a view of one fused projection too), else a copy."""
+    inner = x.stride()[2:]
+    wanted = (x.shape[3], 1) if x.dim() == 4 else (1,)
+    together = all(n == 1 or s == w for n, s, w in zip(x.shape[2:], inner, wanted, strict=True))
+    return x if together and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
+
+
+def arrange(q: Tensor, k: Tensor, v: Tensor, g, beta, cu_seqlens) -> tuple:
+    """The inputs as the kernels take them: q, k, v of one dtype, tokens at even distances, boundaries on the device."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if q.device.type == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float32  # the interpreter would multiply it wrongly
+    q, k, v = (by_token(x.to(dtype)) for x in (q, k, v))
+    g, beta = (x if x is None else by_token(x) for x in (g, beta))
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True).contiguous()
+    return q, k, v, g, beta, cu_seqlens
+
+
+def can_copy(*tensors: Tensor) -> bool:
+    """Whether the copy engine takes these token rows: it wants 16-byte multiples everywhere."""
+    return all(
+        x.data_ptr() % 16 == 0 and x.stride(1) * x.element_size() % 16 == 0 and x.shape[3] * x.element_size() % 16 == 0
+        for x in tensors
+    )
+
+
+def chunk_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
+    output_final_state: bool = False,
+    use_qk_l2norm: bool = False,
+    beta_is_raw: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    config: Config | None = None,
+    segments: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The fused forward pass: prep, then scan. Arguments are not checked here: see ops.py.
+
+    q, k: [B,T,H,K]; v: [B,T,HV,V], bfloat16, float16 or float32, widths up to 256, best views whose tokens lie evenly
+    (others are copied); g [B,T,HV] (natural log; the raw gate a where A_log is given) and beta (the raw gate b where
+    beta_is_raw), any of these dtypes, or None; initial_state: [N,HV,K,V], or [N,HV,V,K] where state_v_first, any
+    strides and dtype; cu_seqlens: [N+1] on any device. config and segments stand in for those chosen by shape and
+    device.
+
+    Returns o [B,T,HV,V] in v's dtype and the final state in float32, or None. Where kernels are interpreted, bfloat16
+    is widened to float32, since the interpreter multiplies it wrongly.
+    """
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    if not q.shape[1] or not N:
+        return _nothing(q, v, initial_state, N, output_final_state, state_v_first)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    options = (scale, output_final_state, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first)
+    kind = kind_of_call(tensors, (*options, config, segments) if config or segments else options)
+    plan = _plans.get(kind)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[kind] = make_plan(*tensors, *options, config, segments)
+    return plan.run(*tensors)
+
+
+def _nothing(q, v, initial_state, N, output_final_state, state_v_first):
+    """What no token at all, or no sequence, gives: zeros, and the states as they were."""
+    if not output_final_state:
+        return torch.zeros_like(v), None
+    (HV, V), K = v.shape[2:], q.shape[3]
+    if initial_state is None:
+        return torch.zeros_like(v), q.new_zeros((N, HV, *((V, K) if state_v_first else (K, V))), dtype=torch.float32)
+    return torch.zeros_like(v), initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def make_plan(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, output_final_state, use_qk_l2norm, beta_is_raw,
+    allow_neg_eigval, state_v_first, config=None, segments=None,
+) -> Plan:  # fmt: skip
+    """The plan of a call: configuration, grids and every number that kernels are given. See chunk_forward."""
+    out, given = v.dtype, (q, k, v, g, beta, cu_seqlens)
+    q, k, v, g, beta, cu_seqlens = arranged = arrange(*given)
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    packed = cu_seqlens is not None
+    N = len(cu_seqlens) - 1 if packed else B
+    device, copied = device_of(q.device), can_copy(q, k, v)
+    if config is None:
+        config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
+    C, BK, tma = config.C, power_of_two(K), config.tma and copied
+    NT, NV = -(-T // C), -(-V // config.BV)
+    slots = T // C + N + 1 if packed else B * NT
+    if segments is None:
+        segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
+    length = -(-NT // segments)
+    segments = -(-NT // length)
+    q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
+    prepare = Launch(
+        prepare_kernel, slots * HV,
+        (T, N, slots, scale, q_, k_, g_, b_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm,
+         g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
+         2.0 if allow_neg_eigval else 1.0),
+        num_warps=config.prepare_warps, num_stages=1,
+    )  # fmt: skip
+    shape = (H, HV, K, V, C, BK, config.BV)
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
+    strides = (n, h, row, column) if state_v_first else (n, h, column, row)
+    scan = Launch(
+        scan_kernel, N * HV * segments * NV,
+        (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
+         state_v_first, segments > 1, tma, config.stages),
+        **options,
+    )  # fmt: skip
+    # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
+    fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
+    shapes = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, 5, C), single), "o": (v.shape, q.dtype)}
+    if output_final_state:
+        shapes["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
+    segment = None
+    if segments > 1:
+        numbers = (T, slots, segments, length, k_, v_, *shape, tma, config.stages)
+        blocks = NV + -(-BK // config.BV)
+        segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
+        shapes["R"] = (N * segments * HV, 2, BK, BK), q.dtype
+        shapes["B"] = (N * segments * HV, NV * config.BV, BK), single
+    to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
+    return Plan((prepare, segment, scan), shapes, q.device, tma, to_arrange, out)
+
+
+# ---------------------------------------------------------------------------------------------------- compile test
+
+
+def compile_targets(architecture: str) -> list[CompileTarget]:
+    """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
+    targets = []
+    for itemsize, wide in SAFE:
+        configs = configs_for(architecture, itemsize, 256 if wide else 128)
+        for config in configs:
+            how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
+            targets += _targets_of(config, *how, all_kernels=config == configs[0])
+    return targets
+
+
+def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
+    where = f"{dtype}/K{K}/C{config.C}"
+    shape = {"H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K}
+    scan = {
+        **shape, "BV": config.BV, "HAS_INITIAL": True, "HAS_FINAL": True, "V_FIRST": True, "PACKED": True,
+        "SEGMENTED": False, "TMA": config.tma, "STAGES": config.stages,
+    }  # fmt: skip
+    options = {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
+    name = f"{where}/BV{config.BV}"
+    targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
+    if not all_kernels:
+        return targets
+    prepare = {
+        **shape, "BV": K, "PACKED": False, "NORM": False, "HAS_G": True, "RAW_G": False, "HAS_BIAS": False,
+        "HAS_BETA": True, "RAW_BETA": False, "LARGEST_BETA": 1.0,
+    }  # fmt: skip
+    how = {"num_warps": config.prepare_warps, "hot": dtype != "fp32"}
+    targets.append(_target(f"prepare/{where}", prepare_kernel, dtype, prepare, **how))
+    raw = {"PACKED": True, "NORM": True, "RAW_G": True, "HAS_BIAS": True, "RAW_BETA": True}
+    targets.append(_target(f"prepare/{where}/packed/raw", prepare_kernel, dtype, {**prepare, **raw}, **how))
+    if dtype != "fp32" and K <= 128:
+        dense = {**scan, "PACKED": False, "SEGMENTED": True}
+        targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
+        targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
+    return targets
+
+
+def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
+    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "R")}}
+    known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
+    known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
+    constants = {x: constants[x] for x in kernel.arg_names if x in constants}
+    signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
+    strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith("initial_"))
+    return CompileTarget(name, kernel, signature, constants, divisible=strides, **options)

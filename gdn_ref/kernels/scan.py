@@ -1,0 +1,212 @@
+"""Fused forward, second kernel: the state carried through the chunks of a sequence; and its affine map of a segment.
+
+Everything is transposed, S^T [V, K]: rows of V are then the long side of every product, and what a product leaves in
+registers is the left operand of the next one. With the factors of prep.py (A and P carry beta on the right):
+
+    E = A (V - diag(gamma) K S)      the errors, one row a token                                   (5.3), (5.4)
+    O = scale diag(gamma) Q S + P E                                                                       (5.5)
+    S <- gamma_C S + K^T diag(beta gamma_C/gamma) E                                                       (5.6)
+
+No factor W is ever formed.
+"""
+
+import triton
+import triton.language as tl
+
+from .prep import unscaled
+from .tiles import first_slot, load_rows, store_rows
+
+
+@triton.jit
+def rows_of(x, stride, length, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """x, which points at the first row of a matrix [length, width], ready for read_tile and write_tile.
+
+    With TMA a descriptor, which the copy engine reads; rows and columns beyond the matrix are 0 and never written.
+    """
+    if TMA:
+        x = tl.make_tensor_descriptor(x, [tl.maximum(length, 1), width], [stride, 1], [BR, BC])
+    return x
+
+
+@triton.jit
+def read_tile(x, row, stride, length, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """Rows `row` and following of a matrix [length, width], as a tile [BR, BC]."""
+    if TMA:
+        tile = x.load([row, 0])
+    else:
+        corner = x + row.to(tl.int64) * stride
+        tile = load_rows(corner, stride, tl.arange(0, BR), tl.arange(0, BC), length - row, width)
+    return tile
+
+
+@triton.jit
+def write_tile(x, row, stride, length, width, tile, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """Write what of a tile [BR, BC] lies inside of a matrix [length, width]."""
+    if TMA:
+        x.store([row, 0], tile.to(x.dtype))
+    else:
+        corner = x + row.to(tl.int64) * stride
+        store_rows(corner, stride, tl.arange(0, BR), tl.arange(0, BC), length - row, width, tile)
+
+
+@triton.jit
+def step(S, b_k, b_v, b_A, read, write, end):
+    """One chunk: from the state S^T [BV, K] before it the state after it, and the errors of its tokens as E^T [BV, C],
+    rows of largest W 1, with the factors [BV] that were taken out of them."""
+    U = tl.dot(S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
+    W, top = unscaled(tl.trans(b_v).to(tl.float32) - read[None, :] * U)  # (V - diag(gamma) K S)^T   (5.4)
+    E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (5.3)
+    late = (E * (top[:, None] * write[None, :])).to(b_k.dtype)
+    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E, top  # (5.6)
+
+
+@triton.jit
+def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
+    """S R + B: the state after a segment, from its affine map (10.1). R is the sum of two halves, one below the other
+    from a row of m_R on."""
+    b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)
+    high = S.to(b_R.dtype)
+    low = (S - high.to(tl.float32)).to(b_R.dtype)
+    S = tl.dot(high, b_R, input_precision="ieee")
+    S = tl.dot(low, b_R, acc=S, input_precision="ieee")
+    b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)
+    return tl.dot(high, b_R, acc=S, input_precision="ieee") + tl.load(B)
+
+
+@triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
+def scan_kernel(
+    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B,
+    T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, V_FIRST: tl.constexpr,
+    SEGMENTED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BV columns of V of one value head of one sequence, or of one of its segments, chunk after chunk.
+
+    q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B: see segment_kernel. Writes o
+    [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = pid // NV // segments // HV
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        L = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
+        slot = first_slot(cu_seqlens, n, C)
+    else:
+        start = n.to(tl.int64) * T
+        L = T
+        slot = n * tl.cdiv(T, C)
+    NT = tl.cdiv(L, C)
+    base = h.to(tl.int64) * slots + slot
+    width = V - iv * BV
+    corner_o = (start * HV + h) * V + iv * BV
+    m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
+    m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
+    m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
+    m_o = rows_of(o + corner_o, HV * V, L, width, C, BV, TMA)
+    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
+
+    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
+    inside = (row_v < V)[:, None] & (row_k < K)[None, :]
+    S = tl.zeros([BV, BK], tl.float32)
+    if HAS_INITIAL:
+        p_initial = initial + n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
+        p_initial += row_v[:, None] * initial_v + row_k[None, :] * initial_k
+        S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
+    first, last = 0, NT
+    if SEGMENTED:
+        maps = segments * HV
+        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+        p_B = B + n.to(tl.int64) * maps * (NV * BV * BK) + row_v[:, None] * BK + row_k[None, :]
+        for s in tl.range(0, segment, num_stages=1):
+            z = s * HV + h
+            S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_B + z.to(tl.int64) * (NV * BV * BK), BK, TMA)
+        first = segment * length
+        last = tl.minimum(first + length, NT)
+
+    i = tl.arange(0, C)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        # load; neighbours that feed products alone share one arrival of the copy engine
+        row = chunk * C
+        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
+        b_A = read_tile(m_tiles, 2 * row, C, 2 * NT * C, C, C, C, TMA)
+        b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
+        b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
+        b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
+        p_factors = factors + (base + chunk) * (5 * C)
+        read, write, query = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 2 * C + i)
+        score, end = tl.load(p_factors + 3 * C + i), tl.load(p_factors + 4 * C)
+        # compute
+        b_S = S.to(b_k.dtype)
+        S, E, top = step(S, b_k, b_v, b_A, read, write, end)
+        O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
+        O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (top[:, None] * score[None, :])  # (5.5)
+        # store
+        write_tile(m_o, row, HV * V, L, width, tl.trans(O.to(o.dtype.element_ty)), C, BV, TMA)
+
+    if HAS_FINAL:
+        if segment == segments - 1:
+            p_final = final + (n.to(tl.int64) * HV + h) * (K * V)
+            if V_FIRST:
+                p_final += row_v[:, None] * K + row_k[None, :]
+            else:
+                p_final += row_v[:, None] + row_k[None, :] * V
+            tl.store(p_final, S, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
+def segment_kernel(
+    k, v, tiles, factors, R, B, T, slots, segments, length, k_stride, v_stride,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The affine map S <- S R + B of a segment of `length` chunks (the last segment's is not needed)   (10.1).
+
+    The same steps, started elsewhere: from S = 0 on V they give B, from S = I on V = 0 they give R. A program does BV
+    rows of either. R [.., 2, BK, BK] is kept as two halves in the dtype of the products: the second is what the first
+    has rounded away. B is [.., V, BK] in float32, V filled up to whole blocks.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    NR: tl.constexpr = (BK + BV - 1) // BV
+    pid = tl.program_id(0)
+    block = pid % (NV + NR)
+    h = (pid // (NV + NR)) % HV
+    segment = (pid // (NV + NR) // HV) % (segments - 1)
+    n = pid // (NV + NR) // HV // (segments - 1)
+    of_B = block < NV
+    iv = tl.where(of_B, block, 0)
+    start = n.to(tl.int64) * T
+    base = h.to(tl.int64) * slots + n * tl.cdiv(T, C)
+    width = V - iv * BV
+    m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, T, K, C, BK, TMA)
+    m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, T, width, C, BV, TMA)
+    NT = tl.cdiv(T, C)
+    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
+    row, column = tl.arange(0, BV), tl.arange(0, BK)
+    row_R = (block - NV) * BV + row
+    S = tl.where((row_R[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
+
+    i = tl.arange(0, C)
+    for chunk in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
+        row_C = chunk * C
+        b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
+        b_A = read_tile(m_tiles, 2 * row_C, C, 2 * NT * C, C, C, C, TMA)
+        b_v = read_tile(m_v, row_C, v_stride, T, width, C, BV, TMA)
+        p_factors = factors + (base + chunk) * (5 * C)
+        read, write, end = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 4 * C)
+        b_v = tl.where(of_B, b_v, 0.0)
+        S, _, _ = step(S, b_k, b_v, b_A, read, write, end)
+
+    z = ((n * segments + segment) * HV + h).to(tl.int64)
+    if of_B:
+        tl.store(B + z * (NV * BV * BK) + (iv * BV + row)[:, None] * BK + column[None, :], S)
+    else:
+        p_R = R + z * (2 * BK * BK) + row_R[:, None] * BK + column[None, :]
+        high = S.to(R.dtype.element_ty)
+        inside = (row_R < BK)[:, None]
+        tl.store(p_R, high, mask=inside)
+        tl.store(p_R + BK * BK, (S - high.to(tl.float32)).to(R.dtype.element_ty), mask=inside)

@@ -1,0 +1,270 @@
+"""Compile every kernel in every configuration that can be selected, for cards that are not here, and report.
+
+    python tests/compiling.py                        every architecture, a table
+    python tests/compiling.py --arch sm_90 --only scan
+
+Triton cannot interpret and compile in one process: this file is a program of its own, which test_compile.py runs. What
+is to be compiled, the modules of gdn_ref.kernels say themselves: `compile_targets(arch)` lists records with the fields
+name, kernel, signature, constexprs, num_warps, num_stages, hot, and, where they are needed, divisible (names of
+arguments that are multiples of 16; all pointers are taken to be) and maxnreg.
+"""
+
+import argparse
+import collections
+import dataclasses
+import fnmatch
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = tuple(f"gdn_ref.kernels.{name.stem}" for name in sorted((ROOT / "gdn_ref" / "kernels").glob("*.py")))
+
+# name: (backend, architecture, lanes a warp, bytes of shared memory one program may have)
+CARDS = {
+    "sm_80": ("cuda", 80, 32, 163 * 1024),
+    "sm_90": ("cuda", 90, 32, 227 * 1024),
+    "sm_100": ("cuda", 100, 32, 227 * 1024),
+    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """What became of one kernel in one configuration on one architecture."""
+
+    arch: str
+    name: str
+    kernel: str
+    hot: bool
+    warps: int
+    stages: int
+    shared: int = 0  # bytes a program
+    registers: int = 0  # a thread
+    spills: int = 0  # bytes a thread stored to memory for want of registers
+    faults: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+# ---------------------------------------------------------------- what the compiler says
+
+
+def ptxas_report(log):
+    """(registers, spilled bytes, [C75xx warnings of products that wait for each other]) of ptxas -v."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    return max(registers, default=0), sum(spills), [w.strip() for w in re.findall(r".*C75\d\d.*serializ.*", log)]
+
+
+def amdgcn_report(assembly):
+    """(vector registers, bytes of scratch, []) of an AMD kernel's metadata."""
+    values = collections.defaultdict(int)
+    for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", assembly):
+        values[name] = max(values[name], int(n))
+    return values["vgpr_count"], values["private_segment_fixed_size"], []
+
+
+def one_deep_buffers(ttgir):
+    """Shared-memory buffers one deep that asynchronous dots read in a loop where some dots are left in flight.
+
+    The next iteration's copy would overwrite what a dot in flight still reads: that is how a correct kernel came out
+    wrong at one tile width only. A buffer is one deep if it is allocated outside the loop as memdesc<1x...>.
+    """
+    found = []
+    for loop in loops(ttgir):
+        inside = "\n".join(loop)
+        waits = [int(n) for n in re.findall(r"warp_group_dot_wait.*?pendings = (\d+)", inside)]
+        if not any(waits):
+            continue
+        single = set(re.findall(r"(%[\w#]+) = ttg\.local_alloc\s*:.*memdesc<1x", ttgir)) - set(
+            re.findall(r"(%[\w#]+) = ttg\.local_alloc", inside)
+        )
+        views = {}
+        for line in loop:
+            if m := re.match(r"\s*(%[\w#]+) = ttg\.memdesc_\w+ (%[\w#]+)", line):
+                views[m[1]] = views.get(m[2], m[2])
+        for line in loop:
+            if "ttng.warp_group_dot " in line:
+                operands = re.findall(r"%[\w#]+", line.split("=", 1)[1])[:2]
+                found += [views.get(x, x) for x in operands if views.get(x, x) in single]
+    return sorted(set(found))
+
+
+def loops(ttgir):
+    """The lines of each innermost scf.for, by indentation."""
+    lines = ttgir.splitlines()
+    for n, line in enumerate(lines):
+        if "scf.for" in line:
+            depth = len(line) - len(line.lstrip())
+            end = next(m for m in range(n + 1, len(lines)) if lines[m].startswith(" " * depth + "}"))
+            if not any("scf.for" in inner for inner in lines[n + 1 : end]):
+                yield lines[n + 1 : end]
+
+
+# ---------------------------------------------------------------- one compilation
+
+
+def source(target):
+    """The target as Triton's compiler takes it."""
+    from triton.compiler import ASTSource
+
+    names = target.kernel.arg_names
+    signature = {n: "constexpr" if n in target.constexprs else target.signature[n] for n in names}
+    divisible = {n for n, t in signature.items() if t.startswith("*") or n in getattr(target, "divisible", ())}
+    divisible -= set(target.constexprs)
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in divisible}
+    return ASTSource(fn=target.kernel, signature=signature, constexprs=dict(target.constexprs), attrs=attrs)
+
+
+def compile_one(target, arch):
+    """Compile one target for one architecture. Returns its Row; whatever goes wrong is in Row.faults."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    backend, number, lanes, limit = CARDS[arch]
+    row = Row(arch, target.name, target.kernel.__name__, bool(target.hot), target.num_warps, target.num_stages)
+    options = {"num_warps": target.num_warps, "num_stages": target.num_stages}
+    if backend == "cuda" and getattr(target, "maxnreg", None):
+        options["maxnreg"] = target.maxnreg
+    start, logs = time.perf_counter(), _PTXAS_LOGS
+    logs.clear()
+    try:
+        made = triton.compile(source(target), target=GPUTarget(backend, number, lanes), options=options)
+    except Exception as e:  # whatever it is, it is this row's fault and belongs into the report
+        row.faults.append(f"does not compile: {type(e).__name__}: {str(e).strip()[-300:]}")
+        return row
+    row.seconds, row.shared = time.perf_counter() - start, made.metadata.shared
+    report = ptxas_report("\n".join(logs)) if backend == "cuda" else amdgcn_report(made.asm["amdgcn"])
+    row.registers, row.spills, row.faults = report
+    if row.shared > limit:
+        row.faults.append(f"{row.shared} bytes of shared memory, the card has {limit}")
+    if row.hot and row.spills:
+        row.faults.append(f"spills {row.spills} bytes a thread, and it is hot")
+    row.faults += [f"buffer {b} is one deep and read by a dot in flight" for b in one_deep_buffers(made.asm["ttgir"])]
+    return row
+
+
+_PTXAS_LOGS = []
+
+
+def keep_ptxas_logs():
+    """Triton deletes what ptxas -v says about registers and spills: read it in passing."""
+    run = subprocess.run
+
+    def listening(command, *args, stderr=None, **kwargs):
+        try:
+            return run(command, *args, stderr=stderr, **kwargs)
+        finally:
+            if "--gpu-name" in str(command) and hasattr(stderr, "name"):
+                _PTXAS_LOGS.append(Path(stderr.name).read_text())
+
+    subprocess.run = listening
+
+
+def stand_in_for_the_amd_linker(folder):
+    """Triton before 3.5 calls ROCm's ld.lld last. What is checked is made by then; where none is, a copy will do."""
+    from triton.backends.amd.compiler import HIPBackend
+
+    try:
+        getattr(HIPBackend, "path_to_rocm_lld", bool)()
+    except Exception:  # Triton raises just that
+        linker = Path(folder, "ld.lld")
+        linker.write_text('#!/bin/sh\n[ "$1" = --version ] && echo stand-in || cp "$4" "$6"\n')
+        linker.chmod(linker.stat().st_mode | stat.S_IXUSR)
+        os.environ["TRITON_HIP_LLD_PATH"] = str(linker)
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def targets(arch, modules=MODULES):
+    """Every target of every module that lists some, for one architecture."""
+    found = []
+    for name in modules:
+        if importlib.util.find_spec(name):
+            found += getattr(importlib.import_module(name), "compile_targets", lambda arch: [])(arch)
+    return found
+
+
+def _work(task):
+    arch, n, modules = task
+    return compile_one(targets(arch, modules)[n], arch)
+
+
+def compile_all(archs, modules=MODULES, only="*", workers=None, short=False):
+    """Rows of everything, compiled by as many processes as there are processors."""
+    tasks = []
+    for arch in archs:
+        known = set()
+        for n, target in enumerate(targets(arch, modules)):
+            wanted = not short or target.hot or target.kernel not in known
+            known.add(target.kernel)
+            if wanted and fnmatch.fnmatch(target.name, only):
+                tasks.append((arch, n, modules))
+    with multiprocessing.get_context("fork").Pool(workers or os.cpu_count()) as pool:
+        return pool.map(_work, tasks, chunksize=1)
+
+
+def table(rows):
+    """The report: one line a kernel and configuration, the architectures side by side."""
+    archs = sorted({r.arch for r in rows}, key=list(CARDS).index)
+    by_name = collections.defaultdict(dict)
+    for r in rows:
+        by_name[r.name][r.arch] = r
+    width = max(map(len, by_name), default=4)
+    lines = ["K: KiB of shared memory, r: registers a thread, s: bytes it spilled; * must not spill, ! faulty"]
+    lines += ["  ".join([" " * width, *(f"{a:>18}" for a in archs)])]
+    for name, found in by_name.items():
+        cells = [f"{_cell(found.get(a)):>18}" for a in archs]
+        lines.append("  ".join([f"{name:{width}}", *cells]))
+    return "\n".join(lines)
+
+
+def _cell(row):
+    if row is None:
+        return "-"
+    marks = ("*" if row.hot else "") + ("!" if row.faults else "")
+    return f"{row.shared / 1024:.0f}K {row.registers}r {row.spills}s{marks}"
+
+
+def main():
+    """Compile, print the table and the faults; exit 1 if there is one."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--arch", action="append", choices=list(CARDS), help="all of them if left out")
+    parser.add_argument("--module", action="append", help="where to look; gdn_ref.kernels if left out")
+    parser.add_argument("--only", default="*", help="pattern of target names, such as 'scan*'")
+    parser.add_argument("--short", action="store_true", help="what is hot, and one configuration of every other kernel")
+    parser.add_argument("--json", help="write the rows here as well")
+    parser.add_argument("--workers", type=int)
+    args = parser.parse_args()
+    import triton
+
+    keep_ptxas_logs()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gdn_ref_compile_") as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # empty, or the compiler would not run and say nothing
+        stand_in_for_the_amd_linker(folder)
+        rows = compile_all(args.arch or list(CARDS), args.module or MODULES, args.only, args.workers, args.short)
+    print(f"Triton {triton.__version__}: {len(rows)} compilations in {time.perf_counter() - start:.0f} s")
+    print(table(rows))
+    faulty = [r for r in rows if r.faults]
+    for r in faulty:
+        print(f"{r.arch} {r.name}: " + "; ".join(r.faults))
+    if args.json:
+        Path(args.json).write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1))
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    os.environ.update(TRITON_INTERPRET="0", TRITON_ALWAYS_COMPILE="1")  # what is taken from a cache reports nothing
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,571 @@
+"""The benchmark, as far as it goes without a GPU: what it counts, records, shows and refuses, and how it calls peers.
+
+The peers are stood in for by functions with the peers' own signatures, layouts and gates, as far as the adapters use
+them. Where the real ones can be found (installed, or unpacked below $GDN_REF_PEERS), their sources are read and the
+signatures compared.
+"""
+
+import ast
+import copy
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from gdn_ref import bench, bench_figure, bench_peers, bench_record, chunk_gated_delta_rule, cli, demo_figure
+
+LIMITS = {"copy_TBps": 4.0, "matmul_TFLOPs": 500.0}
+
+
+# ---- shapes and costs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, lengths, packed, heads, rows", [
+    ("1x8192 16/64", (8192,), False, (16, 64), (1, 8192)),
+    ("4x100 2/2", (100,) * 4, False, (2, 2), (4, 100)),
+    ("4096+28672 16/64", (4096, 28672), True, (16, 64), (1, 32768)),
+])
+def test_shapes_are_read(text, lengths, packed, heads, rows):
+    shape = bench_record.parse_shape(text)
+    assert (shape.lengths, shape.packed, (shape.H, shape.HV), shape.rows) == (lengths, packed, heads, rows)
+    assert shape.text == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1x8192", "8192 16/64 2", "1xx2 1/2", "1x2x3 1/2", "ax2 1/2", "1x2 1", "1x2 1/2/3"]
+)
+def test_other_words_are_refused(text):
+    with pytest.raises(ValueError, match="shape: found .* expected 'BxT H/HV' or 'T"):
+        bench_record.parse_shape(text)
+
+
+@pytest.mark.parametrize("text", ["0x8 1/1", "1x0 1/1", "1x8 0/2", "1x8 3/4", "-1x8 1/1", "5+0 1/1"])
+def test_impossible_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="expected positive sizes and HV a multiple of H"):
+        bench_record.parse_shape(text)
+
+
+def test_the_default_shapes_are_those_promised():
+    shapes = [bench_record.parse_shape(text) for text in bench.SHAPES]
+    assert len(set(bench.SHAPES)) == 12
+    promised = {(1, T, HV) for T in (2048, 8192, 32768) for HV in (64, 32, 8)} | {(4, 8192, 64), (8, 1024, 64)}
+    assert promised == {(*s.rows, s.HV) for s in shapes if not s.packed}
+    assert [s.lengths for s in shapes if s.packed] == [(4096, 28672)]
+
+
+def test_a_forward_call_by_hand():
+    """Two packed sequences of 3 and 5 tokens, one key head, two value heads."""
+    moved, flops = bench_record.forward_cost(bench_record.parse_shape("3+5 1/2"))
+    per_token = 2 * 128 * 2 + 2 * 2 * 128 * 2 + 2 * 2 * 4  # q, k; v, o; g, beta
+    assert moved == 8 * per_token + 2 * 2 * 128 * 128 * 4
+    assert flops == 8 * (2 * (6 * 128 * 128 + 4 * 64 * 128 + 64 * 64 // 3) + 4 * 64 * 128)
+
+
+def test_bytes_are_those_of_the_tensors(on_the_cpu):
+    for text in ("3x5 2/4", "3+5 1/2"):
+        shape = bench_record.parse_shape(text)
+        x = bench.prefill_inputs(shape, seed=0)
+        o, state = chunk_gated_delta_rule(*x[:5], output_final_state=True, cu_seqlens=x.cu_seqlens)
+        assert bench_record.forward_cost(shape)[0] == sum(t.nbytes for t in (*x[:5], o, state))
+    x = bench.decode_inputs(bench_record.parse_shape("3x1 1/2"), seed=0)
+    assert bench_record.decode_cost(bench_record.parse_shape("3x1 1/2"))[0] == 2 * x.state.nbytes
+
+
+def test_the_limit_is_the_longer_of_two_times():
+    assert bench_record.limit_ms((4_000_000_000, 0), LIMITS) == pytest.approx(1.0)  # 4 GB at 4 TB/s
+    assert bench_record.limit_ms((1, 500_000_000_000), LIMITS) == pytest.approx(1.0)  # 500 GFLOP at 500 TFLOP/s
+    assert bench_record.limit_ms((8_000_000_000, 500_000_000_000), LIMITS) == pytest.approx(2.0)
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def recorded():
+    """A document as `bench` writes it."""
+    rows = []
+    times = {"1x2048 16/64": (0.1, 0.8, 0.2), "1x8192 8/32": (0.3, 0.6, 0.15)}
+    for shape, ms in times.items():
+        moved, flops = bench_record.forward_cost(bench_record.parse_shape(shape))
+        more = {"bytes": moved, "flops": flops, "limit_ms": bench_record.limit_ms((moved, flops), LIMITS)}
+        names = ("gdn_ref", "fla", "flash_qla")
+        rows += [{"op": "fwd", "shape": shape, "impl": n, "ms": t, **more} for n, t in zip(names, ms, strict=True)]
+    for shape, ms in {"8x1 16/32": (0.02, 0.06), "64x1 16/32": (0.08, 0.1)}.items():
+        moved, flops = bench_record.decode_cost(bench_record.parse_shape(shape))
+        more = {"bytes": moved, "flops": flops, "limit_ms": bench_record.limit_ms((moved, flops), LIMITS)}
+        rows += [{"op": "decode", "shape": shape, "impl": n, "ms": t, "device_ms": t / 2, **more}
+                 for n, t in zip(("gdn_ref", "fla"), ms, strict=True)]
+    rows.append({"op": "cold_fwd", "shape": "1x2048 16/64", "impl": "gdn_ref", "ms": 7000})
+    failures = [{"op": "decode", "shape": s, "impl": "flash_qla", "error": "no decode step"}
+                for s in ("8x1 16/32", "64x1 16/32")]
+    return {
+        "device": "GPU", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-11-29",
+        "versions": {"gdn_ref": "0.1.0", "fla": "0.6.0", "flash_qla": "0.1.3"},
+        "limits": dict(LIMITS), "rows": rows, "failures": failures,
+    }  # fmt: skip
+
+
+def test_the_document_is_accepted():
+    bench_record.check_document(json.loads(json.dumps(recorded())))
+
+
+@pytest.mark.parametrize("path, value, message", [
+    (("device",), 3, "device: found 3, expected a str"),
+    (("rows",), None, "rows: found None, expected a list"),
+    (("limits", "copy_TBps"), 0, "limits.copy_TBps: found 0"),
+    (("rows", 0, "op"), "forward", r"rows\[0\].op: found 'forward', expected one of fwd, decode"),
+    (("rows", 1, "impl"), "somebody", r"rows\[1\].impl: found 'somebody', expected one of \['gdn_ref'"),
+    (("rows", 2, "ms"), -1, r"rows\[2\].ms: found -1, expected a positive number"),
+    (("rows", 2, "ms"), float("nan"), r"rows\[2\].ms: found nan"),
+    (("rows", 3, "shape"), "8192", "shape: found '8192'"),
+])
+def test_a_broken_document_is_named(path, value, message):
+    document = copy.deepcopy(recorded())
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        bench_record.check_document(document)
+
+
+def test_ratios_are_theirs_over_ours():
+    cases = bench_record.by_case(recorded())
+    assert list(cases) == ["fwd", "decode", "cold_fwd"]
+    assert bench_record.ratios(cases["fwd"], "fla") == pytest.approx({"1x2048 16/64": 8, "1x8192 8/32": 2})
+    assert bench_record.ratios(cases["fwd"], "transformers") == {}
+    assert bench_record.ratios(cases["decode"], "fla") == pytest.approx({"8x1 16/32": 3, "64x1 16/32": 1.25})
+
+
+def test_the_table_says_who_is_ahead_and_what_is_missing():
+    text = bench_record.table(recorded())
+    assert "copy 4.00 TB/s, bf16 matmul 500 TFLOP/s" in text and "gdn_ref 0.1.0, fla 0.6.0, flash_qla 0.1.3" in text
+    line = next(line for line in text.splitlines() if line.startswith("1x2048 16/64"))
+    share = 100 * recorded()["rows"][0]["limit_ms"] / 0.1
+    assert f"0.1000 ({share:.0f} %)" in line and "0.8000 (8.00x)" in line and "0.2000 (2.00x)" in line
+    assert "fla: 4.00x in geometric mean, 2.00x at least\n" in text
+    assert "flash_qla: 1.00x in geometric mean, 0.50x at least; ahead on 1x8192 8/32" in text
+    assert text.endswith("missing: flash_qla, decode 8x1 16/32; decode 64x1 16/32: no decode step")
+
+
+def test_without_ours_there_are_no_ratios():
+    document = recorded()
+    document["rows"] = [row for row in document["rows"] if row["impl"] != "gdn_ref"]
+    assert "x)" not in bench_record.table(document)
+
+
+def test_the_figure_shows_the_rows(tmp_path):
+    document = recorded()
+    fig = bench_figure.draw(document)
+    forward, decode = fig.axes
+    assert [label.get_text() for label in forward.get_yticklabels()] == ["1x2048 16/64", "1x8192 8/32"]
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in forward.get_lines()}
+    assert drawn["fla 0.6.0"] == ([0.8, 0.6], [0, 1])
+    ends = [bar.get_x() + bar.get_width() for bar in forward.patches]
+    assert ends == pytest.approx([row["limit_ms"] for row in document["rows"][:4:3]])
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in decode.get_lines()}
+    batches, rates = drawn["gdn_ref, by call"]
+    assert batches == [8, 64] and rates[1] == pytest.approx(2 * 4 * 64 * 32 * 128 * 128 / 0.08e-3 * 1e-12)
+    assert drawn["gdn_ref, the GPU alone"][1] == pytest.approx([2 * rate for rate in rates])
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    demo_figure.save(fig, files[0])
+    demo_figure.save(bench_figure.draw(document), files[1])
+    assert files[0].read_bytes() == files[1].read_bytes() and b"<svg" in files[0].read_bytes()
+
+
+def test_a_figure_needs_something_to_show():
+    document = recorded()
+    document["rows"] = document["rows"][-1:]
+    with pytest.raises(ValueError, match="rows: found neither fwd nor decode"):
+        bench_figure.draw(document)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("examples:", "--draw h200.json", "how to read the table:", "cold_*", "pip install fla-core"):
+        assert words in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    assert cli.main(["bench"]) == 2
+    captured = capsys.readouterr()
+    assert "found no GPU that PyTorch can use, expected one" in captured.err and "benchmarks/cpu.py" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--shapes", "8192"], "--shapes: shape: found '8192'"),
+    (["--ops", "backward"], "invalid choice: 'backward'"),
+    (["--impl", "somebody"], "invalid choice: 'somebody'"),
+    (["--batches", "0"], "--batches and --budget: expected positive numbers"),
+    (["--budget", "0"], "--batches and --budget: expected positive numbers"),
+    (["--draw", "nowhere.json"], "--draw: "),
+    (["--draw", __file__], "--draw: "),
+])
+def test_bad_arguments_give_two(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *argv])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_broken_recording_is_named(tmp_path, capsys):
+    document = recorded()
+    document["rows"][0]["op"] = "forward"
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--draw", str(tmp_path / "run.json")])
+    assert "--draw: rows[0].op: found 'forward'" in capsys.readouterr().err
+
+
+def test_a_recording_is_drawn_without_a_gpu(tmp_path, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(recorded()))
+    argv = ["bench", "--draw", str(tmp_path / "run.json"), "--figure", str(tmp_path / "run.svg")]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "0.8000 (8.00x)" in out and f"wrote {tmp_path / 'run.svg'}" in out
+    assert (tmp_path / "run.svg").stat().st_size > 5000
+
+
+# ---- the peers -------------------------------------------------------------------------------------------------------
+
+# Their signatures, and the files that they are declared in.
+SIGNATURES = {
+    ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "fla/ops/gated_delta_rule/chunk.py"):
+        "q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, "
+        "use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu, chunk_indices, "
+        "cp_context, **kwargs",
+    ("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule", "fla/ops/gated_delta_rule/fused_recurrent.py"):
+        "q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, "
+        "use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, "
+        "**kwargs",
+    ("flash_qla", "chunk_gated_delta_rule", "flash_qla/ops/gated_delta_rule/chunk/__init__.py"):
+        "q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, head_first, "
+        "state_v_first, auto_cp, enable_fwd_cp_cache, cp_context, force_intra_cp",
+    ("flashinfer.gdn_prefill", "chunk_gated_delta_rule", "flashinfer/gdn_prefill.py"):
+        "q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, output, "
+        "output_state, state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, use_cp, state_indices, "
+        "_cp_chunk_len, backend, max_seqlen, gate_domain, use_gate_in_kernel, A_log, dt_bias, beta_is_logit, "
+        "cu_seqlens_cpu, output_state_indices, checkpoint_state_indices, prefix_lens",
+    ("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose", "flashinfer/gdn_decode.py"):
+        "q, k, v, state, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, initial_state, initial_state_indices, "
+        "output_state_indices, intermediate_states_buffer, disable_state_update, backend",
+    ("transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule",
+     "transformers/models/qwen3_next/modeling_qwen3_next.py"):
+        "query, key, value, g, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs",
+    ("transformers.models.qwen3_next.modeling_qwen3_next", "torch_recurrent_gated_delta_rule",
+     "transformers/models/qwen3_next/modeling_qwen3_next.py"):
+        "query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, **kwargs",
+}  # fmt: skip
+
+
+def source_of(path):
+    """The file of a peer: below $GDN_REF_PEERS, or where the package is installed; None where it is not."""
+    for folder in filter(None, os.environ.get("GDN_REF_PEERS", "").split(os.pathsep)):
+        if (Path(folder) / path).is_file():
+            return Path(folder) / path
+    package, _, rest = path.partition("/")
+    spec = importlib.util.find_spec(package)
+    found = spec and spec.submodule_search_locations and Path(spec.submodule_search_locations[0]) / rest
+    return found if found and found.is_file() else None
+
+
+@pytest.mark.parametrize("place", SIGNATURES, ids=lambda place: f"{place[0].split('.')[0]}.{place[1]}")
+def test_signatures_are_the_real_ones(place):
+    _, name, path = place
+    source = source_of(path)
+    if source is None:
+        pytest.skip(f"{path.split('/')[0]} is neither installed nor unpacked below $GDN_REF_PEERS")
+    function = next(n for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    a = function.args
+    real = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)] + ([f"**{a.kwarg.arg}"] if a.kwarg else [])
+    assert ", ".join(real) == SIGNATURES[place]
+
+
+def strict(place, body):
+    """`body` behind the peer's signature: names that it does not have raise, and nothing may land in **kwargs."""
+    names = [n for n in SIGNATURES[place].split(", ") if not n.startswith("**")]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(n, kind, default=None) for n in names])
+
+    def function(*args, **kwargs):
+        return body(**signature.bind(*args, **kwargs).arguments)
+
+    return function
+
+
+def chunk(query, key, value, **options):
+    options = {"scale": None, **options}
+    return chunk_gated_delta_rule(query, key, value, **options)
+
+
+def in_place(q, k, v, state, A_log, a, dt_bias, b, use_qk_l2norm):
+    o, new = chunk(q, k, v, g=a, beta=b, initial_state=state, output_final_state=True, state_v_first=True, A_log=A_log,
+                   dt_bias=dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                   use_qk_l2norm_in_kernel=use_qk_l2norm)
+    state.copy_(new)
+    return o, state
+
+
+def packed_linear(q, k, v, g, beta, cu_seqlens, output_final_state):
+    assert g.dtype == beta.dtype == torch.float32 and all(t.is_contiguous() for t in (q, k, v))
+    o, state = chunk(q[None], k[None], v[None], g=g[None].log(), beta=beta[None], cu_seqlens=cu_seqlens,
+                     output_final_state=output_final_state, state_v_first=True)
+    return o[0], state
+
+
+def same_heads(query, key, value, **options):
+    assert query.shape[2] == key.shape[2] == value.shape[2]
+    return chunk(query, key, value, **options)
+
+
+def named_qkv(q, k, v, **options):
+    return chunk(q, k, v, **options)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Modules under the peers' names, with the peers' signatures, that compute by gdn_ref's torch form."""
+    bodies = {"fla": named_qkv, "flash_qla": named_qkv, "transformers": same_heads}
+    for place in SIGNATURES:
+        module, name, _ = place
+        parts = module.split(".")
+        for n in range(1, len(parts) + 1):
+            full = ".".join(parts[:n])
+            if not hasattr(sys.modules.get(full), "stand_in"):
+                made = types.ModuleType(full)
+                made.stand_in = True
+                monkeypatch.setitem(sys.modules, full, made)
+        inner = {"gdn_prefill": packed_linear, "gdn_decode": in_place}.get(parts[-1], bodies.get(parts[0]))
+        function = strict(place, inner)
+        if parts[0] == "transformers":  # as its decorator leaves it where FLA is installed
+            swapped = lambda *args, **kwargs: pytest.fail("the swapped-in kernel was called")  # noqa: E731
+            swapped.__wrapped__ = function
+            function = swapped
+        setattr(sys.modules[module], name, function)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """The benchmark's tensors and clocks without a GPU; the clock is Python's, and graphs are ordinary calls."""
+
+    def clock(functions, count):
+        start = time.perf_counter()
+        for n in range(count):
+            functions[n % len(functions)]()
+        return max((time.perf_counter() - start) / count * 1e3, 1e-6)
+
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "BLOCK_MS", 1e-3)
+    monkeypatch.setattr(bench, "gpu_ms", clock)
+    monkeypatch.setattr(bench, "graph_ms", lambda functions: clock(functions, len(functions)))
+    monkeypatch.setattr(bench, "measure_limits", lambda: dict(LIMITS))
+    monkeypatch.setattr(bench, "input_sets", lambda op, shape: [bench.make_inputs(op, shape, seed) for seed in (1, 2)])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a CPU")
+    defaults = bench.time_in_turns.__defaults__
+    monkeypatch.setattr(bench.time_in_turns, "__defaults__", (clock, *defaults[1:]))
+
+
+@pytest.mark.parametrize("name", bench_peers.IMPLEMENTATIONS)
+@pytest.mark.parametrize("op, text", [("fwd", "2x70 1/2"), ("fwd", "5+70 2/2"), ("decode", "3x1 1/2")])
+def test_every_adapter_computes_the_rule(name, op, text, stand_ins, on_the_cpu):
+    """Against float64: a transposed state, a gate of the wrong kind or a lost sequence would be far off."""
+    shape = bench_record.parse_shape(text)
+    x = bench.make_inputs(op, shape, seed=3)
+    expected = bench.reference(op, x)
+    try:
+        call = bench.make_call(name, op, x)
+    except bench_peers.Unsupported:
+        assert (name, op) == ("flash_qla", "decode") or (name, text) == ("transformers", "5+70 2/2")
+        return
+    found = bench.errors(op, shape, x, call, expected)
+    assert found["error_o"] < 1e-2 and found["error_state"] < 1e-2
+    wrong = (expected[0], expected[1].transpose(-1, -2))
+    if name not in ("gdn_ref", "flashinfer") or op == "fwd":  # those two move the state on
+        assert bench.errors(op, shape, x, call, wrong)["error_state"] > 0.1
+
+
+def test_errors_take_the_worst_head_and_see_nan(on_the_cpu):
+    shape = bench_record.parse_shape("5+7 1/2")
+    x = bench.prefill_inputs(shape, seed=0)
+    expected = bench.reference("fwd", x)
+    o = expected[0].clone()
+    o[0, 5:, 1] *= 1.5  # the second sequence, the second head
+    found = bench.errors("fwd", shape, x, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
+    assert found["error_o"] == pytest.approx(0.5) and found["error_state"] == 0
+    o[0, 3, 0] = float("nan")
+    found = bench.errors("fwd", shape, x, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
+    assert found["error_o"] != found["error_o"]
+
+
+def test_fla_is_kept_from_handing_over(stand_ins, on_the_cpu, monkeypatch):
+    monkeypatch.setenv("FLA_FLASH_QLA", "1")
+    monkeypatch.setenv("FLA_TILELANG", "1")
+    bench.make_call("fla", "fwd", bench.prefill_inputs(bench_record.parse_shape("1x4 1/1"), seed=0))
+    assert os.environ["FLA_FLASH_QLA"] == os.environ["FLA_TILELANG"] == "0"
+
+
+def test_whoever_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_qla" else object())
+    versions, left_out = bench_peers.installed(["gdn_ref", "flash_qla"])
+    assert list(versions) == ["gdn_ref"] and left_out == {"flash_qla": "flash-qla is not installed"}
+
+
+# ---- the clock and the other processes -------------------------------------------------------------------------------
+
+
+def test_turns_alternate_and_the_slow_leave_early(monkeypatch):
+    order = []
+    clock = lambda calls, count: order.append((calls[0], count)) or (300.0 if calls[0] == "slow" else 0.01)  # noqa: E731
+    times = bench.time_in_turns({"quick": ["quick"], "slow": ["slow"]}, clock)
+    assert len(times["quick"]) == bench.ROUNDS and len(times["slow"]) == 5  # 5 * 300 ms reach SLOWEST_MS
+    assert [name for name, _ in order[2:8]] == ["quick", "slow"] * 3
+
+
+@pytest.mark.parametrize("ms, sets, expected", [(0.01, 1, 400), (1.0, 1, 8), (50.0, 1, 3), (500.0, 1, 1), (0.5, 7, 21),
+                                                (1.0, 50, 50)])
+def test_length_of_a_turn(ms, sets, expected):
+    assert bench.turn_length(ms, sets) == expected
+
+
+def test_a_first_call_in_another_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "FIRST_CALL", "import os, sys; print('warning'); print('first call: 12.5 ms')")
+    assert bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(30) == 12.5
+    report = "import os; print('first call: %d ms' % (os.listdir(os.environ['TRITON_CACHE_DIR']) == []))"
+    monkeypatch.setattr(bench, "FIRST_CALL", report)
+    assert bench.cold_ms("gdn_ref", "fwd", "1x8 1/1", 30) == 1
+    monkeypatch.setattr(bench, "FIRST_CALL", "import sys; sys.exit('no such kernel')")
+    with pytest.raises(RuntimeError, match="exit status 1: no such kernel"):
+        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(30)
+    monkeypatch.setattr(bench, "FIRST_CALL", "import time; time.sleep(60)")
+    with pytest.raises(RuntimeError, match="not done in the time there was"):
+        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(0.2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_real_child_says_why_it_cannot():
+    with pytest.raises(RuntimeError, match="exit status 1: .*(CUDA|NVIDIA)"):
+        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(100)
+
+
+def test_compiling_beforehand(monkeypatch):
+    script = "import sys; print('first call: 1 ms') if sys.argv[1] == 'fla' else sys.exit('broken ' + sys.argv[3])"
+    monkeypatch.setattr(bench, "FIRST_CALL", script)
+    wrong = bench.compile_beforehand([("fla", "1x8 1/1"), ("flash_qla", "1x9 1/1")], 60)
+    assert wrong == {("flash_qla", "1x9 1/1"): "compiling beforehand: exit status 1: broken 1x9 1/1"}
+    monkeypatch.setattr(bench, "FIRST_CALL", "import time; time.sleep(60)")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    started = time.monotonic()
+    wrong = bench.compile_beforehand([("fla", f"1x{n} 1/1") for n in range(5)], 0.5)
+    assert len(wrong) == 5 and "no time left" in wrong["fla", "1x4 1/1"] and time.monotonic() - started < 30
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers_there(monkeypatch, stand_ins, on_the_cpu):
+    monkeypatch.setattr(bench, "installed", lambda names: ({n: "1" for n in names if n != "flashinfer"},
+                                                           {"flashinfer": "flashinfer-python is not installed"}))
+    monkeypatch.setattr(bench, "SMALL_FORWARD", "1x64 1/1")
+    monkeypatch.setattr(bench, "SMALL_DECODE", "1x1 1/2")
+    monkeypatch.setattr(bench, "DECODE_HEADS", "1/2")
+    monkeypatch.setattr(bench, "compile_beforehand", lambda pairs, seconds: {})
+    monkeypatch.setattr(bench, "cold_ms", lambda name, op, text, seconds: 1000.0)
+
+
+def run_all(budget=1000.0, **options):
+    names, shapes = list(bench_peers.IMPLEMENTATIONS), ["1x70 1/2", "5+60 1/2"]
+    return bench.measure(names, list(bench_record.OPS), shapes, [1, 2], budget, **options)
+
+
+def test_a_run_writes_what_is_promised(peers_there, tmp_path, capsys):
+    kept = []
+    document = run_all(keep=lambda document: kept.append(len(document["rows"])))
+    document = json.loads(json.dumps(document))
+    bench_record.check_document(document)
+    cases = bench_record.by_case(document)
+    assert set(cases) == set(bench_record.OPS)
+    assert set(cases["fwd"]["1x70 1/2"]) == {"gdn_ref", "fla", "flash_qla", "transformers"}
+    assert set(cases["fwd"]["5+60 1/2"]) == {"gdn_ref", "fla", "flash_qla"}
+    assert list(cases["decode"]) == ["1x1 1/2", "2x1 1/2"] and set(cases["cold_decode"]) == {"1x1 1/2"}
+    row = cases["fwd"]["1x70 1/2"]["gdn_ref"]
+    assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["error_o"] < 1e-2 and row["device_ms"] > 0
+    assert row["limit_ms"] == pytest.approx(bench_record.limit_ms((row["bytes"], row["flops"]), LIMITS), rel=1e-3)
+    assert "device_ms" not in cases["decode"]["1x1 1/2"]["transformers"]
+    assert kept == sorted(kept) and kept[-1] == len(document["rows"])
+    missing = {(f["impl"], f["op"]) for f in document["failures"]}
+    assert missing == {("transformers", "fwd"), ("flash_qla", "decode"), ("flash_qla", "cpu_call"),
+                       ("flash_qla", "cold_decode")}
+    demo_figure.save(bench_figure.draw(document), tmp_path / "run.svg")
+    assert "flashinfer is left out: flashinfer-python is not installed" in capsys.readouterr().out
+
+
+def test_a_peer_that_breaks_stops_nobody(peers_there, monkeypatch):
+    broken = bench_peers.IMPLEMENTATIONS["fla"]._replace(forward=lambda x: 1 / 0)
+    monkeypatch.setitem(bench_peers.IMPLEMENTATIONS, "fla", broken)
+    monkeypatch.setattr(bench, "compile_beforehand", lambda pairs, s: {("flash_qla", "1x70 1/2"): "nvcc is not there"})
+    document = run_all(check=False)
+    cases = bench_record.by_case(document)
+    assert set(cases["fwd"]["1x70 1/2"]) == {"gdn_ref", "transformers"}
+    why = {f["error"] for f in document["failures"] if f["op"] == "fwd" and f["shape"] == "1x70 1/2"}
+    assert why == {"ZeroDivisionError: division by zero", "nvcc is not there"}
+    assert "error_o" not in cases["fwd"]["1x70 1/2"]["gdn_ref"]
+
+
+def test_a_failure_is_a_line_that_names_no_folder(peers_there, capsys):
+    run = bench.Run(["gdn_ref"], budget=10)
+    run.failed("fwd", "1x8 1/1", "fla", RuntimeError("nvcc: /tmp/some.where/x-1/kernel.cu(3): error\nand much more"))
+    assert run.document["failures"][0]["error"] == "RuntimeError: nvcc: kernel.cu(3): error"
+    assert "kernel.cu" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_the_budget_is_named(peers_there):
+    document = run_all(budget=1.0)  # below the five seconds that a case is begun with
+    assert {row["op"] for row in document["rows"]} == {"cpu_call"}
+    left = {(f["op"], f["shape"]) for f in document["failures"] if f["error"] == "no time left in the budget"}
+    assert left >= {("fwd", "1x70 1/2"), ("fwd", "5+60 1/2"), ("decode", "1x1 1/2"), ("cold_fwd", "1x64 1/1")}
+
+
+def test_the_status_says_whether_ours_is_complete(peers_there, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    out = tmp_path / "run.json"
+    argv = ["bench", "--shapes", "1x70 1/2", "--ops", "fwd", "--impl", "gdn_ref", "transformers", "--out", str(out)]
+    assert cli.main(argv) == 0
+    bench_record.check_document(json.loads(out.read_text()))
+    assert "geometric mean" in capsys.readouterr().out
+    broken = bench_peers.IMPLEMENTATIONS["gdn_ref"]._replace(forward=lambda x: 1 / 0)
+    monkeypatch.setitem(bench_peers.IMPLEMENTATIONS, "gdn_ref", broken)
+    assert cli.main(argv) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_real_run(tmp_path, capsys):
+    """Real clocks, graphs and a cold process: what the stand-ins above cannot show."""
+    out = tmp_path / "run.json"
+    argv = ["bench", "--shapes", "1x512 2/4", "100+412 2/4", "--batches", "2", "--impl", "gdn_ref", "--out", str(out),
+            "--ops", "fwd", "decode", "cpu_call", "cold_decode"]
+    assert cli.main(argv) == 0, capsys.readouterr().out
+    document = json.loads(out.read_text())
+    bench_record.check_document(document)
+    rows = {(row["op"], row["shape"]): row for row in document["rows"]}
+    for text in ("1x512 2/4", "100+412 2/4"):
+        assert rows["fwd", text]["error_o"] < 1e-2 and rows["fwd", text]["error_state"] < 1e-2
+        assert 0 < rows["fwd", text]["device_ms"] < 2 * rows["fwd", text]["ms"]
+    assert 0.1 < document["limits"]["copy_TBps"] < 20 and 10 < document["limits"]["matmul_TFLOPs"] < 5000
+    assert rows["cold_decode", bench.SMALL_DECODE]["ms"] > rows["cpu_call", bench.SMALL_DECODE]["ms"]

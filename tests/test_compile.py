@@ -1,0 +1,137 @@
+"""Every kernel in every configuration compiles for cards that are not here, fits them, and spills nothing that is hot.
+
+GDN_REF_COMPILE=short leaves all but one configuration of those kernels out that are not hot.
+`python tests/compiling.py` is the same report by hand. Each architecture's table is shown in the output of the tests.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import compiling
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed, so no kernel is compiled here; see `make kernels`")
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "gdn_ref" / "kernels"
+
+
+def compile_apart(*arguments, path=ROOT):
+    """Run compiling.py in a process of its own, which must not interpret. Returns (its output, rows)."""
+    places = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, places)), "TRITON_DEFAULT_FP_FUSION": "1"}
+    report = Path(os.environ["GDN_REF_FIGURES"], f"rows_{os.getpid()}.json")  # a folder that conftest.py clears away
+    command = [sys.executable, str(ROOT / "tests" / "compiling.py"), "--json", str(report), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1500, env={**os.environ, **settings})
+    assert report.exists(), ran.stdout + ran.stderr
+    rows = json.loads(report.read_text())
+    report.unlink()
+    return ran.stdout, rows
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Names of the kernels that were compiled, gathered by test_compiles."""
+    return {}
+
+
+@pytest.mark.parametrize("arch", compiling.CARDS)
+def test_compiles(arch, compiled, capsys):
+    """H06 and the rest: nothing is refused, nothing needs more shared memory than there is, nothing hot spills."""
+    short = ["--short"] if os.environ.get("GDN_REF_COMPILE") == "short" else []
+    output, rows = compile_apart("--arch", arch, *short)
+    with capsys.disabled():
+        print("\n" + output)
+    assert rows, "no module of gdn_ref.kernels lists targets"
+    compiled[arch] = {r["kernel"] for r in rows}
+    assert len({r["name"] for r in rows}) == len(rows), "names of targets must differ"
+    assert not [f"{r['name']}: {fault}" for r in rows for fault in r["faults"]]
+
+
+def test_no_kernel_is_left_out(compiled):
+    """Whatever is launched ends in _kernel, and is compiled for every architecture."""
+    if not compiled:
+        pytest.skip("nothing was compiled in this run")
+    defined = set()
+    for path in KERNELS.glob("*.py"):
+        functions = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+        defined |= {f.name for f in functions if f.decorator_list and f.name.endswith("_kernel")}
+    for arch, names in compiled.items():
+        assert names == defined, arch
+
+
+# ---------------------------------------------------------------- the report itself: a fault must be seen
+
+FAULTY = """
+import collections
+import triton
+import triton.language as tl
+
+Target = collections.namedtuple("Target", "name kernel signature constexprs num_warps num_stages hot")
+
+@triton.jit
+def product(a, b, c, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    x = tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j))
+    tl.store(c + i * N + j, x)
+
+@triton.jit
+def refused(a, b, c, N: tl.constexpr):
+    tl.store(c + tl.arange(0, N), tl.load(a + tl.arange(0, 2 * N)))
+
+def compile_targets(arch):
+    pointers = {"a": "*fp16", "b": "*fp16", "c": "*fp16"}
+    yield Target("good", product, pointers, {"N": 32}, 4, 1, True)
+    yield Target("refused", refused, pointers, {"N": 32}, 4, 1, True)
+    yield Target("large", product, pointers, {"N": 256}, 16, 1, True)
+    yield Target("spilling", product, pointers, {"N": 128}, 1, 1, True)
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
+def test_faults_are_seen(arch, tmp_path):
+    (tmp_path / "faulty_kernels.py").write_text(FAULTY)
+    output, rows = compile_apart("--arch", arch, "--module", "faulty_kernels", path=tmp_path)
+    faults = {r["name"]: " ".join(r["faults"]) for r in rows}
+    assert not faults["good"]
+    assert "does not compile" in faults["refused"]
+    assert "bytes of shared memory" in faults["large"]
+    assert arch == "gfx942" or "spills" in faults["spilling"]  # CDNA has 512 registers a thread, and room
+    assert "good" in output and "!" in output
+
+
+def test_ptxas_report():
+    log = """
+    ptxas info    : Function properties for f
+        96 bytes stack frame, 84 bytes spill stores, 88 bytes spill loads
+    ptxas info    : Used 168 registers, used 1 barriers
+    ptxas info    : (C7519) warpgroup.arrive is injected in around line 7 by compiler in function 'f'
+    ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to f
+    """
+    registers, spills, warnings = compiling.ptxas_report(log)
+    assert (registers, spills) == (168, 84)
+    assert len(warnings) == 1 and "C7510" in warnings[0]
+
+
+def test_amdgcn_report():
+    assembly = ".private_segment_fixed_size: 40\n.vgpr_count:     128\n.vgpr_spill_count: 10\n"
+    assert compiling.amdgcn_report(assembly) == (128, 40, [])
+
+
+@pytest.mark.parametrize("depth, pendings, found", [(1, 1, ["%b"]), (1, 0, []), (2, 1, [])])
+def test_one_deep_buffers(depth, pendings, found):
+    """The miscompile of a pipelined tile that a dot in flight still reads (H01), as its TTGIR looks."""
+    ttgir = f"""
+    %b = ttg.local_alloc : () -> !ttg.memdesc<{depth}x64x64xbf16, #shared, #smem, mutable>
+    %r = scf.for %i = %c0 to %n step %c1 iter_args(%acc = %zero) -> (tensor<64x64xf32>) {{
+      %0 = ttg.memdesc_index %b[%c0] : !ttg.memdesc<{depth}x64x64xbf16, #shared> -> !ttg.memdesc<64x64xbf16, #shared>
+      %1 = ttg.memdesc_trans %0 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16, #shared>
+      %2 = ttng.warp_group_dot %a, %1, %acc {{isAsync = true}} : tensor<64x64xbf16> * !ttg.memdesc<64x64xbf16>
+      %3 = ttng.warp_group_dot_wait %2 {{pendings = {pendings} : i32}} : tensor<64x64xf32>
+    }}
+    """
+    assert compiling.one_deep_buffers(ttgir) == found

@@ -1,0 +1,521 @@
+"""The fused Triton forward against the float64 recurrence: interpreted where there is no GPU, run where there is one.
+
+The interpreter multiplies bfloat16 wrongly, so there bfloat16 inputs are widened on the way in; that is tested too.
+"""
+
+import contextlib
+import mmap
+
+import helpers as h
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
+
+from gdn_ref.kernels import launch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALF = torch.bfloat16 if GPU else torch.float16  # the 16-bit type that can be multiplied here
+BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+on_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU: the interpreter would take hours, or has nothing to show")
+
+
+def to_device(x):
+    return {n: t.to(DEVICE) if torch.is_tensor(t) else t for n, t in x.items()}
+
+
+def forward(x, **options):
+    """o and the final state [N,HV,K,V] of the kernels, for a dict of inputs as helpers.make gives it."""
+    x, K = to_device(x), x["q"].shape[-1]
+    state, cu = x.get("initial_state"), x.get("cu_seqlens")
+    options = {"scale": K**-0.5, "output_final_state": True} | options
+    return launch.chunk_forward(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=state, cu_seqlens=cu, **options
+    )
+
+
+def check(x, bound=None, **options):
+    """The kernels on x against the oracle on the very same numbers, per sequence and head."""
+    o, state = forward(x, **options)
+    assert o.dtype == x["v"].dtype and state.dtype == torch.float32
+    scale = {"scale": options["scale"]} if "scale" in options else {}
+    expected = dict(zip(("o", "state"), h.recurrence(**x, **scale), strict=True))
+    actual = {"o": o.cpu(), "state": (state.mT if options.get("state_v_first") else state).cpu()}
+    h.assert_close(actual, expected, bound or BOUNDS[x["q"].dtype], x.get("cu_seqlens"))
+
+
+# ---------------------------------------------------------------- values
+
+SHAPES = h.pairwise(
+    T=[1, 2, 15, 16, 17, 33, 63, 64, 65, 130],
+    heads=[(1, 1), (2, 2), (1, 3)],
+    KV=[(16, 16), (24, 60), (1, 8), (33, 1)],
+    keys=h.KEYS,
+    dtype=["fp32", "half"],
+)
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=h.case_id)
+def test_shapes(row):
+    (H, HV), (K, V) = row["heads"], row["KV"]
+    dtype = torch.float32 if row["dtype"] == "fp32" else HALF
+    check(h.make(row["T"], H, HV, K, V, keys=row["keys"], decays="ordinary", dtype=dtype))
+
+
+@pytest.mark.parametrize("keys", ["correlated", "repeated"])
+@pytest.mark.parametrize("decays", h.DECAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_decays(decays, keys, dtype):
+    check(h.make(40 if dtype == torch.float32 else 130, 1, 1, 32, 16, keys=keys, decays=decays, dtype=dtype))
+
+
+@pytest.mark.parametrize("K, V", [(128, 128), (256, 16), (16, 256), (192, 100), (100, 192), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_wide_heads(K, V, dtype):
+    check(h.make(20, 1, 1, K, V, keys="correlated", dtype=dtype))
+
+
+@pytest.mark.parametrize("B, T", [(3, 16), (2, 33), (3, 65), (5, 1)])
+def test_batches(B, T):
+    check(h.make(T, 1, 2, 16, 20, B=B, decays="slow", dtype=HALF if T > 33 else torch.float32))
+
+
+@pytest.mark.skipif(GPU, reason="bfloat16 is multiplied as it is on a GPU")
+def test_bfloat16_is_widened_where_kernels_are_interpreted():
+    x = h.make(40, 1, 2, 32, 32, keys="correlated", dtype=torch.bfloat16)
+    o, state = forward(x)
+    expected_o, expected_state = h.recurrence(**x)
+    assert o.dtype == torch.bfloat16
+    h.assert_close({"state": state}, {"state": expected_state}, 1e-5)  # the products were float32
+    h.assert_close({"o": o}, {"o": expected_o}, 3e-3)  # and o was rounded once
+
+
+# ---------------------------------------------------------------- packed sequences
+
+PACKED = {
+    "V01": [70, 1, 63, 130],
+    "empty": [0, 3, 0, 0, 65, 0],
+    "tiny": [1] * 9,
+    "aligned": [64, 128, 64],
+    "one": [100],
+    "all_empty": [0, 0],
+}
+
+
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_packed(lengths, dtype):
+    check(h.make(H=1, HV=1, K=16, V=24, lengths=lengths, dtype=dtype))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_tokens_of_no_sequence_give_zero(index):
+    x = h.make(200, 1, 2, 16, 24, state=False)
+    x = {n: t if t is None else t.clone() for n, t in x.items()}
+    for name in h.TOKEN_INPUTS:
+        x[name][:, 100:] = float("nan")
+    o, _ = forward(x | {"cu_seqlens": torch.tensor([0, 30, 100], dtype=index)})
+    assert (o[:, 100:] == 0).all()
+    within = {n: t[:, :100] for n, t in x.items() if t is not None}
+    expected, _ = h.recurrence(**within, cu_seqlens=torch.tensor([0, 30, 100]))
+    h.assert_close({"o": o[:, :100].cpu()}, {"o": expected}, cu_seqlens=[0, 30, 100])
+
+
+def test_cu_seqlens_may_stay_on_the_cpu():
+    x = h.make(H=1, HV=2, K=16, V=16, lengths=[70, 1, 63])
+    both = [forward(to_device(x) | {"cu_seqlens": cu}) for cu in (x["cu_seqlens"], x["cu_seqlens"].to(DEVICE))]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+def test_S09_more_than_65535_sequences_lie_on_the_first_axis_of_the_grid(monkeypatch):
+    grids = []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: grids.append(self.grid))  # and no launch
+    x, N = h.make(1, 1, 1, 16, 16, state=False), 70_000
+    forward(x | {"cu_seqlens": torch.zeros(N + 1, dtype=torch.int32)})
+    assert len(grids) == 2 and all(grid[0] >= N and grid[1:] == (1, 1) for grid in grids)
+
+
+@on_gpu
+def test_S09_more_than_65535_sequences():
+    check(h.make(H=1, HV=2, K=16, V=16, lengths=[1, 0, 2] * 30_000, decays="slow"))
+
+
+# ---------------------------------------------------------------- gates, norm, states, layouts
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_raw_gates_and_norm(allow_neg_eigval, bias):
+    x = h.make(40, 1, 3, 24, 16)
+    gen = h.rng("raw gates", bias)
+    a, b, A_log = h.randn(gen, 1, 40, 3) * 2, h.randn(gen, 1, 40, 3) * 2, h.randn(gen, 3)
+    dt_bias = h.randn(gen, 3) if bias else torch.zeros(3, dtype=torch.float64)
+    g, beta = h.gates(a.float(), b.float(), A_log.float(), dt_bias.float(), 2.0 if allow_neg_eigval else 1.0)
+    x["q"], x["k"] = x["q"] * 3, x["k"] * 0.2
+    normed = x | {"q": h.l2norm(x["q"]), "k": h.l2norm(x["k"]), "g": g, "beta": beta}
+    raw = x | {"g": a.float(), "beta": b.float()}
+    o, state = forward(
+        raw, use_qk_l2norm=True, beta_is_raw=True, allow_neg_eigval=allow_neg_eigval, A_log=A_log.float().to(DEVICE),
+        dt_bias=dt_bias.float().to(DEVICE) if bias else None,
+    )  # fmt: skip
+    h.assert_close({"o": o.cpu(), "state": state.cpu()}, dict(zip(("o", "state"), h.recurrence(**normed), strict=True)))
+
+
+@pytest.mark.parametrize("name, a", [("N13", -200.0), ("N13_zero", 0.0), ("open", -30.0)])
+def test_extreme_raw_gates_stay_finite(name, a):
+    x = h.make(70, 1, 1, 16, 16)
+    A_log = torch.tensor([100.0 if name != "open" else 0.0])
+    raw = torch.full((1, 70, 1), a)
+    g, _ = h.gates(raw, raw, A_log, torch.zeros(1))
+    o, state = forward(x | {"g": raw}, A_log=A_log.to(DEVICE), dt_bias=None)
+    expected = h.recurrence(**(x | {"g": g}))
+    h.assert_close({"o": o.cpu(), "state": state.cpu()}, dict(zip(("o", "state"), expected, strict=True)))
+
+
+def test_N10_norm_of_small_vectors_has_its_epsilon_inside_the_root():
+    x = h.make(66, 1, 1, 4, 8)
+    x["q"] = x["k"] = torch.full_like(x["q"], 1e-4)
+    o, state = forward(x, use_qk_l2norm=True)
+    expected = h.recurrence(**(x | {"q": h.l2norm(x["q"]), "k": h.l2norm(x["k"])}))
+    h.assert_close({"o": o.cpu(), "state": state.cpu()}, dict(zip(("o", "state"), expected, strict=True)))
+
+
+def test_gates_left_out():
+    x = h.make(70, 1, 2, 16, 24, keys="correlated")
+    for name, value in (("g", 0.0), ("beta", 1.0)):
+        given, left_out = (forward(x | {name: v}) for v in (torch.full_like(x[name], value), None))
+        assert all(torch.equal(a, b) for a, b in zip(given, left_out, strict=True))
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [None, [18, 0, 5]], ids=["plain", "packed"])
+def test_states_in_either_layout(state_v_first, state_dtype, lengths):
+    x = h.make(20, 1, 2, 24, 40, lengths=lengths, decays="slow")
+    x["initial_state"] = x["initial_state"].to(state_dtype)
+    given = x["initial_state"].mT.contiguous() if state_v_first else x["initial_state"]
+    before = given.clone()
+    o, state = forward(x | {"initial_state": given}, state_v_first=state_v_first)
+    assert torch.equal(given, before)
+    assert state.is_contiguous()
+    actual = {"o": o.cpu(), "state": (state.mT if state_v_first else state).cpu()}
+    expected = dict(zip(("o", "state"), h.recurrence(**x), strict=True))
+    h.assert_close(actual, expected, cu_seqlens=x.get("cu_seqlens"))
+
+
+def test_no_final_state_unless_asked_for():
+    x = h.make(70, 1, 1, 16, 16)
+    o, none = forward(x, output_final_state=False)
+    assert none is None and torch.equal(o, forward(x)[0])
+
+
+@pytest.mark.parametrize("T, lengths", [(0, None), (0, [0, 0]), (5, [])])
+def test_nothing_to_do(T, lengths):
+    x = h.make(T, 1, 2, 16, 24, state=lengths != [])
+    if lengths is not None:
+        x["cu_seqlens"] = h.offsets(lengths)
+        x["initial_state"] = None if not lengths else x["initial_state"].repeat(2, 1, 1, 1)
+    o, state = forward(x)
+    assert o.shape == x["v"].shape and (o == 0).all()
+    assert state.shape[0] == (1 if lengths is None else len(lengths))
+    if x["initial_state"] is not None:
+        assert torch.equal(state.cpu(), x["initial_state"])
+
+
+def test_mixed_dtypes():
+    x = h.make(70, 1, 2, 16, 24)
+    x |= {n: x[n].to(HALF) for n in ("q", "k", "beta")}
+    check(x, bound={"o": 1e-5, "state": 1e-5})
+
+
+# ---------------------------------------------------------------- what must not matter
+
+
+def test_S13_views_of_one_projection():
+    gen = h.rng("projection")
+    q, k, v, a, b = h.fused_projection(gen, 2, 40, 1, 2, 16, 24, torch.float32)
+    x = {"q": h.unit(q), "k": h.unit(k), "v": v, "g": -a.abs(), "beta": b.sigmoid()}
+    whole = torch.cat([t.flatten(2) for t in x.values()], -1).to(DEVICE)  # one tensor again, split again
+    parts = whole.split([t.flatten(2).shape[-1] for t in x.values()], -1)
+    views = {n: p.unflatten(-1, t.shape[2:]) if t.dim() == 4 else p for (n, t), p in zip(x.items(), parts, strict=True)}
+    assert not any(t.is_contiguous() for t in views.values())
+    strided, copied = forward(views), forward({n: t.contiguous() for n, t in views.items()})
+    assert all(torch.equal(a, b) for a, b in zip(strided, copied, strict=True))
+
+
+@pytest.mark.parametrize("axes", ["heads_first", "transposed", "every_other_token", "last_axis_apart"])
+def test_any_strides(axes):
+    x = h.make(40, 1, 2, 16, 24, B=2, dtype=HALF)
+    change = {
+        "heads_first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": lambda t: t.mT.contiguous().mT,
+        "every_other_token": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+        "last_axis_apart": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    }[axes]
+    expected = forward(x)
+    found = forward(x | {n: change(x[n]) for n in h.TOKEN_INPUTS})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [HALF], ids=["half"])
+def test_batch_mates_do_not_matter(dtype):
+    """Bitwise; also where a mate is nothing but NaN."""
+    x = h.make(100, 1, 2, 16, 24, B=3, dtype=dtype)
+    mates = {n: t.clone() for n, t in x.items()}
+    for t in mates.values():
+        t[1] = float("nan")
+    o, state = forward(mates)
+    for b in (0, 2):
+        alone_o, alone_state = forward({n: t[b : b + 1] for n, t in x.items()})
+        assert torch.equal(o[b], alone_o[0]) and torch.equal(state[b], alone_state[0])
+    assert o[1].isnan().any()  # it did take part
+
+
+@pytest.mark.parametrize("dtype", [HALF], ids=["half"])
+def test_packed_mates_and_other_heads_do_not_matter(dtype):
+    lengths = [70, 1, 63, 64]
+    x = h.make(H=2, HV=4, K=16, V=24, lengths=lengths, dtype=dtype)
+    bounds, spoilt = h.offsets(lengths), {n: t.clone() for n, t in x.items()}
+    for name in h.TOKEN_INPUTS:
+        t = spoilt[name]
+        t[:, bounds[2] : bounds[3]] = float("nan")  # a sequence
+        t[:, :, t.shape[2] // 2 :] = float("nan")  # and the upper half of the heads
+    spoilt["initial_state"][2] = float("nan")
+    o, state = forward(spoilt)
+    for n in (0, 1, 3):
+        a, b = bounds[n], bounds[n + 1]
+        alone = {m: t[:, a:b] for m, t in x.items() if m in h.TOKEN_INPUTS}
+        alone_o, alone_state = forward(alone | {"initial_state": x["initial_state"][n : n + 1]})
+        assert torch.equal(o[:, a:b, :2], alone_o[:, :, :2])
+        assert torch.equal(state[n, :2], alone_state[0, :2])
+
+
+@pytest.mark.parametrize("lengths", [None, [17, 0, 23]], ids=["plain", "packed"])
+@pytest.mark.parametrize("K, V", [(24, 20), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_nothing_is_read_around_the_inputs(lengths, K, V, dtype):
+    """Inputs lie among NaN; whoever reads past an end, even to multiply it by zero, returns NaN."""
+    x = h.make(40, 1, 1, K, V, lengths=lengths, dtype=dtype)
+    nan = {n: among_nan(t.to(DEVICE)) if n != "cu_seqlens" else t for n, t in x.items()}
+    found, expected = forward(nan), forward(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def among_nan(x):
+    whole = x.new_full((x.numel() + 2 * 4096,), float("nan"))
+    inside = whole[4096 : 4096 + x.numel()].view(x.shape)
+    inside.copy_(x)
+    return inside
+
+
+def test_repeats_bitwise():
+    x = h.make(H=2, HV=4, K=32, V=32, lengths=[100, 30], dtype=HALF)
+    first, *others = (forward(x) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_padding_by_zero_gates_changes_nothing():
+    """V08: beta = 0 and g = 0 is the identity, whatever q, k and v hold there; beta = 0 is no logarithm's business."""
+    x = h.make(70, 1, 2, 16, 24)
+    padded = {n: torch.cat([h.make(30, 1, 2, 16, 24)[n], x[n]], 1) for n in h.TOKEN_INPUTS}
+    padded["g"][:, :30] = padded["beta"][:, :30] = 0
+    check(padded | {"initial_state": x["initial_state"]})
+    o, state = forward(padded | {"initial_state": x["initial_state"]})
+    expected_o, expected_state = h.recurrence(**x)
+    h.assert_close({"o": o[:, 30:].cpu(), "state": state.cpu()}, {"o": expected_o, "state": expected_state})
+
+
+@pytest.mark.parametrize("T", [50])
+def test_T12_split_anywhere(T):
+    x = h.make(T, 1, 2, 16, 24, decays="slow")
+    o, state = forward(x)
+    for cut in (1, 40, T - 1):
+        first = {n: t[:, :cut] for n, t in x.items() if n != "initial_state"}
+        rest = {n: t[:, cut:] for n, t in x.items() if n != "initial_state"}
+        o_1, middle = forward(first | {"initial_state": x["initial_state"]})
+        o_2, end = forward(rest | {"initial_state": middle})
+        h.assert_close({"o": torch.cat([o_1, o_2], 1), "state": end}, {"o": o.double(), "state": state.double()})
+
+
+# ---------------------------------------------------------------- every configuration, and segments
+
+
+def every_config():
+    """(bytes an element, K, configuration) of all that the tables hold, safe ones included, each once."""
+    seen = set()
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "some other card"):
+        for itemsize in (2, 4):
+            for K in (64, 256):
+                for c in launch.configs_for(arch, itemsize, K):
+                    if (itemsize, K, c) not in seen:
+                        seen.add((itemsize, K, c))
+                        yield pytest.param(itemsize, K, c, id=f"{arch}-{itemsize}-K{K}-BV{c.BV}".replace(" ", "_"))
+
+
+def for_this_card(config):
+    """The configuration as this card can run it: only Hopper and later have the copy engine."""
+    if not GPU:
+        return config
+    major = torch.cuda.get_device_capability()[0]
+    return config._replace(tma=config.tma and major >= 9)
+
+
+@pytest.mark.parametrize("itemsize, K, config", list(every_config()))
+@pytest.mark.parametrize("lengths", [None, [100, 0, 1, 99]], ids=["plain", "packed"])
+def test_H02_every_configuration_forced(itemsize, K, config, lengths):
+    """Miscompiles have come at one tile width only, so the winner alone proves nothing."""
+    T = 80 if not GPU else 1000
+    lengths = lengths and [n * T // 200 for n in lengths]
+    dtype = HALF if itemsize == 2 else torch.float32
+    x = h.make(T, 1, 1, K, 80, keys="correlated", decays="slow", lengths=lengths, dtype=dtype)
+    with fits(config):
+        check(x, config=for_this_card(config))
+
+
+@contextlib.contextmanager
+def fits(config):
+    """A configuration of another card may need more shared memory than this one has: that is a skip, no failure."""
+    try:
+        yield
+    except Exception as e:  # the class has moved between Triton's versions
+        if "OutOfResources" not in type(e).__name__:
+            raise
+        pytest.skip(f"{config} is for other cards: {e}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize("segments", [2, 5])
+@pytest.mark.parametrize("decays", ["none", "slow", "reset"])
+def test_segments_are_exact(segments, decays, dtype):
+    """Slow gates: whoever drops what comes from far away is caught here."""
+    T = 300 if dtype == HALF else 80
+    x = h.make(T, 1, 1, 32, 20, B=2, keys="correlated", decays=decays, dtype=dtype)
+    x["initial_state"] = x["initial_state"] * 10  # all that the last token sees of it came through every segment
+    check(x, segments=segments)
+
+
+def test_segments_chosen_by_shape():
+    device = launch.Device("sm_90", 132)
+    (config, *_) = launch.configs_for("sm_90", 2, 128)
+    assert launch.choose_segments(device, config, programs=16, chunks=512, K=128, itemsize=2) > 1
+    assert launch.choose_segments(device, config, programs=256, chunks=512, K=128, itemsize=2) == 1
+    assert launch.choose_segments(device, config, programs=16, chunks=4, K=128, itemsize=2) == 1
+
+
+def test_H04_unknown_cards_get_safe_configurations():
+    for name in ("sm_75", "sm_89", "sm_120", "gfx90a", "gfx1100"):
+        for itemsize in (2, 4):
+            for K in (1, 128, 256):
+                found = launch.configs_for(name, itemsize, K)
+                assert found and not any(c.tma for c in found)
+
+
+# ---------------------------------------------------------------- what a call costs
+
+
+class Waits(TorchDispatchMode):
+    """Operations that read a tensor's value into Python, which makes the processor wait for the device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.count = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if any(name in func.name() for name in self.NAMES):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 1, 63]], ids=["plain", "packed"])
+def test_C03_P05_a_call_waits_for_nothing_and_launches_two_kernels(lengths, monkeypatch):
+    x = to_device(h.make(134, 1, 2, 16, 16, lengths=lengths))
+    forward(x)  # the plan is made by the first call
+    launched, run = [], launch.Launch.__call__
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: launched.append(self) or run(self, *tensors))
+    if GPU:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            forward(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: launched.append(self))  # ours, not theirs
+        with Waits() as seen:
+            forward(x)
+        assert not seen.found and seen.count <= 8
+    assert len(launched) == 2
+
+
+def test_plans_are_kept():
+    x = to_device(h.make(80, 1, 2, 16, 16))
+    forward(x)
+    before = len(launch._plans)
+    forward({n: t.clone() for n, t in x.items()})
+    assert len(launch._plans) == before
+
+
+@on_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_captured_in_a_graph(packed):
+    """Boundaries and numbers may change between replays; the shapes may not."""
+    x = to_device(h.make(300, 1, 2, 64, 64, lengths=[100, 200] if packed else None, dtype=HALF))
+    forward(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = forward(x)
+    other = h.make(300, 1, 2, 64, 64, lengths=[299, 1] if packed else None, dtype=HALF, label=("replay",))
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            x[name].copy_(t)
+    graph.replay()
+    expected = dict(zip(("o", "state"), h.recurrence(**other), strict=True))
+    h.assert_close({"o": o.cpu(), "state": state.cpu()}, expected, 1e-2, other.get("cu_seqlens"))
+
+
+# ---------------------------------------------------------------- S11: beyond 2^31
+
+
+@pytest.mark.skipif(GPU, reason="where there is a GPU, real tensors of that size do this")
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_S11_tokens_beyond_two_to_the_31(name):
+    """Tokens so far apart that the third chunk lies beyond 2^31 elements, in memory that nobody touches in between."""
+    T, stride = 150, 2**24 + 16
+    x = h.make(T, 1, 1, 16, 16, dtype=torch.float16, decays="slow")
+    x["g"], x["beta"] = x["g"].half(), x["beta"].half()
+    expected = forward(x)
+    try:
+        memory = mmap.mmap(-1, T * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+    except (OSError, AttributeError) as e:
+        pytest.skip(f"no address space of {T * stride * 2 / 2**30:.0f} GiB to be had: {e}")
+    whole = torch.frombuffer(memory, dtype=torch.float16)
+    inner = x[name].stride()[2:]
+    apart = whole.as_strided(x[name].shape, (T * stride, stride, *inner))
+    apart.copy_(x[name])
+    found = forward(x | {name: apart})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_S11_tensors_beyond_two_to_the_31(packed):
+    """q, k, v, o, A and P together, and the states: all of more than 2^31 elements. Spot rows, bitwise."""
+    B, T, K = 131_200, 128, 128
+    if torch.cuda.mem_get_info()[0] < 70 * 2**30:
+        pytest.skip("needs 70 GB of the GPU's memory")
+    q, k, v = (torch.randn(B, T, 1, K, device=DEVICE, dtype=HALF).mul_(K**-0.5) for _ in range(3))
+    g, beta = -torch.rand(B, T, 1, device=DEVICE), torch.rand(B, T, 1, device=DEVICE)
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    row = {n: t.flatten(0, 1)[None] for n, t in x.items()} if packed else x
+    if packed:
+        row["cu_seqlens"] = torch.arange(0, B * T + 1, T, device=DEVICE)
+    o, state = forward(row)
+    o = o.view(B, T, 1, K)
+    for b in (0, 1, B // 2, 131_071, 131_072, B - 1):
+        alone_o, alone_state = forward({n: t[b : b + 1] for n, t in x.items()})
+        assert torch.equal(o[b], alone_o[0]) and torch.equal(state[b], alone_state[0]), b
