@@ -758,8 +758,9 @@ def test_C06_checkpoint_on_a_cold_call(fn):
         )
 
 
-def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainly():
+def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainly(monkeypatch):
     """ValueError with both devices; backend="triton" on CPU tensors gives one line, not a driver's traceback."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = make(5, 1)
     with pytest.raises(ValueError, match="(?s)(?=.*meta)(?=.*cpu)"):
         op(**(x | {"v": x["v"].to("meta")}))
@@ -796,8 +797,9 @@ def test_P01_chunk_form_is_what_auto_trains_with():
     assert _training_peak(256, "auto") == _training_peak(256, "torch") < _training_peak(256, "recurrent") / 2
 
 
-def test_P02_which_backend_says_who_serves_and_why():
+def test_P02_which_backend_says_who_serves_and_why(monkeypatch):
     """A query function; the wanted backend is served or refused, never another one in silence."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x = torch.zeros(1)
     for name in ("torch", "recurrent"):
         assert gdn_ref.which_backend(x, name).name == name

@@ -24,7 +24,7 @@ from helpers import (
 )
 
 import gdn_ref
-from gdn_ref import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from gdn_ref import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, which_backend
 
 BACKENDS = ("torch", "recurrent")
 NAN = float("nan")
@@ -364,10 +364,26 @@ def test_unknown_backend_lists_the_known(op):
 
 
 @pytest.mark.parametrize("op", [chunk, fused], ids=["chunk", "fused"])
-def test_triton_on_a_cpu_says_why_in_one_line(op):
+def test_triton_on_a_cpu_says_why_in_one_line(op, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError), match="triton") as error:
         op(**good(), backend="triton")
     assert "\n" not in str(error.value).strip()
+
+
+def test_triton_serves_interpreted_or_says_what_it_cannot_do(monkeypatch):
+    """By name only: "auto" on a CPU stays with torch. What kernels cannot do is said before anything is compiled."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = make(33, 1, 2, 16, 8)
+    assert which_backend(x["q"]).name == "torch" and which_backend(x["q"], "triton").name == "triton"
+    expected = reference(x)
+    for op in (chunk, fused):
+        assert_close(run(op, x, wrt=[], backend="triton"), {n: expected[n] for n in ("o", "state")})
+    wide = torch.zeros(1, 1, 1, 257)
+    for name, tensor in (("float64", wide.double()), ("257", wide), ("gradient", x["q"].clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match=f"(?s)triton.*{name}"):
+            which_backend(tensor, "triton")
 
 
 # ---------------------------------------------------------------- dtypes
