@@ -46,7 +46,7 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
         (2, True): (Config(32, 64, 8, 2, True, 8),),
         **FP32,
     },
-    "sm_100": {(2, False): (Config(64, 64, 4, 3, True),), (2, True): (Config(32, 64, 8, 2, True, 8),), **FP32},
+    "sm_100": {(2, False): (Config(64, 64, 8, 3, True),), (2, True): (Config(32, 64, 8, 2, True, 8),), **FP32},
     # Ampere has no copy engine: narrow blocks of eight warps keep state and operands in registers. It also stands in
     # for Hopper and Blackwell where rows are no multiple of 16 bytes, as their copy engine wants them.
     "sm_80": {(2, False): (Config(64, 32, 8, 2, False, 8),), (2, True): (Config(32, 16, 8, 2, False, 8),), **FP32},
