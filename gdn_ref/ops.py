@@ -23,7 +23,7 @@ LARGEST_KERNEL_WIDTH = 256
 
 
 class Backend(NamedTuple):
-    """Who serves a call, and the reason, as a reader would want it: what which_backend answers with."""
+    """What which_backend answers: the name of the backend that serves a call, and the reason in one sentence."""
 
     name: str  # "triton", "torch" or "recurrent"
     reason: str  # why this one serves

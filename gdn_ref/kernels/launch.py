@@ -43,13 +43,13 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # half as long again). K = 256 fills the registers, unless chunks are shorter.
     "sm_90": {
         (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True)),
-        (2, True): (Config(32, 64, 8, 2, True),),
+        (2, True): (Config(32, 64, 8, 2, True, 8),),
         **FP32,
     },
-    "sm_100": {(2, False): (Config(64, 64, 4, 3, True),), (2, True): (Config(32, 64, 8, 2, True),), **FP32},
+    "sm_100": {(2, False): (Config(64, 64, 8, 3, True),), (2, True): (Config(32, 64, 8, 2, True, 8),), **FP32},
     # Ampere has no copy engine: narrow blocks of eight warps keep state and operands in registers. It also stands in
     # for Hopper and Blackwell where rows are no multiple of 16 bytes, as their copy engine wants them.
-    "sm_80": {(2, False): (Config(64, 32, 8, 2, False),), (2, True): (Config(32, 16, 8, 2, False),), **FP32},
+    "sm_80": {(2, False): (Config(64, 32, 8, 2, False, 8),), (2, True): (Config(32, 16, 8, 2, False, 8),), **FP32},
     # CDNA3 has 64 KB of shared memory and twice the registers.
     "gfx942": {(2, False): (Config(64, 32, 4, 1, False),), (2, True): (Config(32, 32, 4, 1, False),), **FP32},
 }
