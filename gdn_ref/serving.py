@@ -147,7 +147,8 @@ def gdn_rollback(states: Tensor, accepted: Tensor, state_pool: Tensor, cache_ind
     state_pool, cache_indices: those of the decode call. Slot -1 is skipped.
 
     The slot then holds what gdn_decode of the accepted tokens alone would have left: bitwise on a CPU, to float32
-    rounding on a GPU. One kernel there, capturable as gdn_decode is. Raises ValueError or TypeError, naming the argument, before the pool is touched.
+    rounding on a GPU. One kernel there, capturable as gdn_decode is. Raises ValueError or TypeError, naming the
+    argument, before the pool is touched.
 
     Source: book chapter 11.
     """
