@@ -79,7 +79,7 @@ def imported(path):
 def test_import_loads_nothing_heavy_and_calls_no_driver():
     added = run(
         "import sys, numpy, torch; before = set(sys.modules); import gdn_ref\n"
-        "heavy = {'triton', 'sympy', 'matplotlib', 'tqdm', 'jupyter_core', 'IPython'}\n"
+        "heavy = {'triton', 'sympy', 'matplotlib', 'tqdm', 'jupyter_core', 'IPython', 'transformers'}\n"
         "print(sorted(heavy & (set(sys.modules) - before)), torch.cuda.is_initialized())"
     )
     assert added == "[] False"
