@@ -1,0 +1,1 @@
+"""gdn_ref inside other libraries. Nothing here is imported by the package itself."""
