@@ -251,6 +251,180 @@ def parallel(q, k, v, alpha, beta, S0=None, segment_size=256, chunk_size=64):
     return Output(np.concatenate([v[:0]] + [run.O for run in runs]), states[-1])
 
 
+# ---- backward, token by token ----------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """Gradients of a loss with respect to the inputs, each in its input's shape.
+
+    dq, dk [T, K];  dv [T, V];  dg, dbeta [T];  dS0 [K, V].  dg is taken with respect to the log decay g = log(alpha),
+    that is alpha times the gradient with respect to alpha: the number that needs no logarithm and is 0 at a reset.
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dg: np.ndarray
+    dbeta: np.ndarray
+    dS0: np.ndarray
+
+
+def states(k, v, alpha, beta, S0):
+    """S_0, S_1, … S_T, [T + 1, K, V]: all that the forward pass has to leave for the backward one.  (1.1)"""
+    S = np.zeros((len(k) + 1, *S0.shape), dtype=S0.dtype)      # [T + 1, K, V]
+    S[0] = S0
+    for t in range(len(k)):
+        _, S[t + 1] = step(k[t], k[t], v[t], alpha[t], beta[t], S[t])
+    return S
+
+
+def adjoint_before(k, alpha, beta, Lambda):
+    """alpha H Lambda [K, V]: the gradient of the state before a token from that of the state after it.  (8.1)"""
+    return alpha * (Lambda - beta * np.outer(k, k @ Lambda))
+
+
+def adjoints(q, k, alpha, beta, dO, dS):
+    """Lambda_1, … Lambda_T [T, K, V], the gradients of the states, from the last token to the first.  (8.1)"""
+    Lambda = np.zeros((len(k), *dS.shape), dtype=dS.dtype)     # [T, K, V]
+    for t in reversed(range(len(k))):
+        Lambda[t] = dS + np.outer(q[t], dO[t])
+        dS = adjoint_before(k[t], alpha[t], beta[t], Lambda[t])
+    return Lambda
+
+
+def token_backward(k, v, alpha, beta, do, S, S_after, Lambda):
+    """One token's own gradients (dq [K], dk [K], dv [V], dg, dbeta), from the states around it and Lambda [K, V]."""
+    forgotten = alpha * S                                      # [K, V]
+    e, y = v - k @ forgotten, k @ Lambda                       # [V]      the error, and what k reads of the adjoint
+    dq = S_after @ do                                          # (8.2)
+    dv = beta * y                                              # (8.3)
+    dbeta = y @ e                                              # (8.4)
+    dk = beta * (Lambda @ e - forgotten @ y)                   # (8.5)
+    dg = np.sum((Lambda - beta * np.outer(k, y)) * forgotten)  # (8.6)
+    return dq, dk, dv, dg, dbeta
+
+
+def recurrence_backward(q, k, v, alpha, beta, S0=None, dO=None, dS=None):
+    """Gradients of a loss through ``recurrence``, given those of its outputs; what every other form is held against.
+
+    dO [T, V] and dS [K, V] are the loss's gradients with respect to O and the last state; None stands for zeros.  Other
+    shapes as in the module's docstring.  Returns Gradients.  Keeps all T + 1 states.  Raises ValueError when the shapes
+    disagree.  Source: chapter 8, (8.1) to (8.6).
+    """
+    q, k, v, alpha, beta, S0, dO, dS = _upstream(q, k, v, alpha, beta, S0, dO, dS)
+    S, Lambda = states(k, v, alpha, beta, S0), adjoints(q, k, alpha, beta, dO, dS)
+    found = [np.zeros_like(x) for x in (q, k, v, alpha, beta)]
+    for t in range(len(k)):
+        own = token_backward(k[t], v[t], alpha[t], beta[t], dO[t], S[t], S[t + 1], Lambda[t])
+        for gradient, row in zip(found, own, strict=True):
+            gradient[t] = row
+    dS0 = adjoint_before(k[0], alpha[0], beta[0], Lambda[0]) if len(k) else dS.copy()   # (8.8)
+    return Gradients(*found, dS0)
+
+
+# ---- backward, by chunk ----------------------------------------------------------------------------------------------
+
+
+def tril_inverse_backward(T, dT):
+    """dL = −tril(Tᵀ dT Tᵀ, −1) [C, C], for T = (I + L)⁻¹.  (9.1)"""
+    return -np.tril(T.T @ dT @ T.T, -1)
+
+
+def right_inverse(k, beta, Gamma):
+    """A_r = (I + Gamma⊙tril(K Kᵀ, −1) diag(beta))⁻¹ [C, C]: A with beta on its right, so that diag(beta) A_r =
+    A diag(beta) and the errors come out without a division by beta.  (9.3)"""
+    return solve_tril(Gamma * np.tril((k @ k.T) * beta[None, :], -1))
+
+
+def chunk_errors(k, v, A_r, gamma, S):
+    """R = A_r (V − diag(gamma) K S) [C, V]: row t is e_t = v_t − alpha_t k_t S_{t−1}, and E = diag(beta) R.  (9.3)"""
+    return A_r @ (v - gamma[:, None] * (k @ S))
+
+
+def values_backward(q, k, beta, A_r, Gamma, dO, dS):
+    """dV = A_rᵀ diag(beta) dE [C, V], dE [C, V] the gradient of the deltas: from the outputs, and from the state."""
+    dE = (Gamma * (q @ k.T)).T @ dO + Gamma[-1][:, None] * (k @ dS)                     # (9.4)
+    return A_r.T @ (beta[:, None] * dE)                        # (9.5)
+
+
+def state_backward(q, k, gamma, dO, dV, dS):
+    """The gradient [K, V] of the state before a chunk, from that of the state after it.  (9.6)"""
+    return gamma[-1] * dS + (gamma[:, None] * q).T @ dO - (gamma[:, None] * k).T @ dV
+
+
+def rows_backward(q, k, beta, gamma, Gamma, R, dO, dV, S, dS):
+    """dq, a and c, [C, K] each: row t is do_t S_tᵀ, −dv_t (alpha_t S_{t−1})ᵀ and e_t Lambda_tᵀ.  (9.7), (9.8), (9.9)"""
+    F, J = Gamma * (dO @ R.T), np.tril(Gamma * (dV @ R.T), -1)                          # [C, C]
+    written = beta[:, None] * k                                # [C, K]
+    dq = gamma[:, None] * (dO @ S.T) + F @ written             # (9.7)
+    a = -gamma[:, None] * (dV @ S.T) - J @ written             # (9.8)
+    c = Gamma[-1][:, None] * (R @ dS.T) + F.T @ q - J.T @ k    # (9.9)
+    return dq, a, c
+
+
+def decay_shares(q, k, beta, gamma, Gamma, R, dO, dV, S, dS):
+    """X [C + 1, C + 1]: what every decay of the chunk, from j to i, adds to the loss's slope in its logarithm.  (9.11)
+
+    Rows are where a decay ends: the tokens, then the chunk's end.  Columns are where it begins: the chunk's start, then
+    the tokens.  Above the tokens' diagonal nothing; on it alpha does not occur.
+    """
+    X = np.zeros((len(k) + 1, len(k) + 1), dtype=k.dtype)
+    meets = (dO @ R.T) * (q @ k.T) - np.tril((dV @ R.T) * (k @ k.T), -1)                # [C, C]
+    X[:-1, 1:] = Gamma * meets * beta[None, :]
+    X[:-1, 0] = gamma * np.sum(dO * (q @ S) - dV * (k @ S), axis=1)
+    X[-1, 1:] = Gamma[-1] * beta * np.sum(R * (k @ dS), axis=1)
+    X[-1, 0] = gamma[-1] * np.sum(S * dS)
+    return X
+
+
+def decay_backward(X):
+    """dg [C] from ``decay_shares``: token t adds the decays that lie across it, from j < t to i >= t.  (9.13)"""
+    ended_later = np.cumsum(X[::-1], axis=0)[::-1]             # row t: the sum over all ends i >= t
+    return np.sum(np.tril(ended_later[:-1]), axis=1)
+
+
+def chunk_backward(q, k, v, alpha, beta, S, dO, dS):
+    """Gradients through one chunk of C > 0 tokens, from the state S [K, V] before it and dS [K, V] after it."""
+    gamma, Gamma = decay(alpha)                                # [C], [C, C]
+    A_r = right_inverse(k, beta, Gamma)                        # [C, C]
+    R = chunk_errors(k, v, A_r, gamma, S)                      # [C, V]
+    dV = values_backward(q, k, beta, A_r, Gamma, dO, dS)       # [C, V]
+    chunk = q, k, beta, gamma, Gamma, R, dO, dV, S, dS
+    dq, a, c = rows_backward(*chunk)                           # [C, K]
+    dk, dbeta = a + beta[:, None] * c, np.sum(k * c, axis=1)   # (9.10)
+    return Gradients(dq, dk, dV, decay_backward(decay_shares(*chunk)), dbeta, state_backward(q, k, gamma, dO, dV, dS))
+
+
+def chunk_starts(k, v, alpha, beta, S0, chunk_size):
+    """The state [K, V] before every chunk: all that is kept of the forward pass, T / chunk_size states."""
+    starts, S = [], S0
+    for start in range(0, len(k), chunk_size):
+        c = slice(start, start + chunk_size)
+        starts.append(S)
+        S = chunk(k[c], k[c], v[c], alpha[c], beta[c], S).S
+    return starts
+
+
+def chunkwise_backward(q, k, v, alpha, beta, S0=None, dO=None, dS=None, chunk_size=64):
+    """Gradients of a loss through ``chunkwise``: the values of ``recurrence_backward``, whatever the chunk length.
+
+    Arguments as there.  Keeps one state a chunk and computes the rest of a chunk again when its turn comes, the last
+    one first.  Returns Gradients.  Raises ValueError when the shapes disagree or chunk_size < 1.  Source: chapter 9.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: found {chunk_size}, expected an integer >= 1")
+    q, k, v, alpha, beta, S0, dO, dS = _upstream(q, k, v, alpha, beta, S0, dO, dS)
+    starts = chunk_starts(k, v, alpha, beta, S0, chunk_size)
+    found = [np.zeros_like(x) for x in (q, k, v, alpha, beta)]
+    dS = dS.copy()
+    for n in reversed(range(len(starts))):
+        c = slice(n * chunk_size, (n + 1) * chunk_size)
+        *own, dS = chunk_backward(q[c], k[c], v[c], alpha[c], beta[c], starts[n], dO[c], dS)
+        for gradient, rows in zip(found, own, strict=True):
+            gradient[c] = rows
+    return Gradients(*found, dS)
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -274,3 +448,14 @@ def _arrays(q, k, v, alpha, beta, S0):
         if a.shape != shape:
             raise ValueError(f"{name}: found shape {a.shape}, expected {shape} from k {k.shape} and v {v.shape}")
     return q, k, v, alpha, beta, S
+
+
+def _upstream(q, k, v, alpha, beta, S0, dO, dS):
+    q, k, v, alpha, beta, S = _arrays(q, k, v, alpha, beta, S0)
+    dO = np.zeros_like(v) if dO is None else dO
+    dS = np.zeros_like(S) if dS is None else dS
+    arrays = _cast(q, k, v, alpha, beta, S, dO, dS)
+    for name, a, shape in (("dO", arrays[6], v.shape), ("dS", arrays[7], S.shape)):
+        if a.shape != shape:
+            raise ValueError(f"{name}: found shape {a.shape}, expected {shape}")
+    return arrays

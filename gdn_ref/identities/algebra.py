@@ -118,6 +118,83 @@ def rational(T, K, V, seed=0, resets=True):
     return Problem(numbers(-2, 2, T, K), k, numbers(-2, 2, T, V), alpha, numbers(0, 2, T), numbers(-2, 2, K, V))
 
 
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dual:
+    """A number with its slope along one direction.  Sums and products of Duals carry exact derivatives with them.
+
+    ``exact.py`` only adds and multiplies, so a run of it on Duals of Fractions is its own derivative, for any size.
+    """
+
+    value: object
+    slope: object = 0
+
+    def __add__(self, other):
+        if isinstance(other, np.ndarray):
+            return NotImplemented                     # the array goes through its entries
+        other = other if isinstance(other, Dual) else Dual(other)
+        return Dual(self.value + other.value, self.slope + other.slope)
+
+    def __mul__(self, other):
+        if isinstance(other, np.ndarray):
+            return NotImplemented
+        other = other if isinstance(other, Dual) else Dual(other)
+        return Dual(self.value * other.value, self.slope * other.value + self.value * other.slope)
+
+    def __neg__(self):
+        return Dual(-self.value, -self.slope)
+
+    def __sub__(self, other):
+        return NotImplemented if isinstance(other, np.ndarray) else self + -other
+
+    def __rsub__(self, other):
+        return -self + other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _words_of(expression):
+    """(number, list of words) of each term; a power of a word is the word several times."""
+    for term in sp.Add.make_args(sp.expand(expression)):
+        numbers, factors = term.args_cnc()
+        powers = [x.as_base_exp() for x in factors]
+        yield sp.Mul(*numbers), [base for base, times in powers for _ in range(times)]
+
+
+def transposed(expression, partner):
+    """The transpose of an expression in words: in every term the partners of its words, in reverse order."""
+    return sum((n * sp.Mul(*(partner[x] for x in reversed(w))) for n, w in _words_of(expression)), sp.S.Zero)
+
+
+def trace(expression, partner):
+    """The trace of an expression in words.  Neither a rotation nor the transpose of a word changes it, so of all these
+    the first in the alphabet stands for each term."""
+    found = sp.S.Zero
+    for number, w in _words_of(expression):
+        both = w, [partner[x] for x in reversed(w)]
+        found += number * sp.Mul(*min((x[i:] + x[:i] for x in both for i in range(len(x))), key=str))
+    return found
+
+
+def gradient(loss, X, partner):
+    """The gradient with respect to the word X, in X's shape, of the trace of ``loss``.  partner: {word: its transpose}.
+
+    To first order the loss changes by tr(M δXᵀ) or tr(M δX); rotated so that δX is last, M or its transpose is the
+    gradient.
+    """
+    h, = scalars("h")
+    d, dT = words("δ δᵀ")
+    moved = sp.expand(loss.subs({X: X + h * d, partner[X]: partner[X] + h * dT}, simultaneous=True))
+    found = sp.S.Zero
+    for number, w in _words_of(moved.coeff(h, 1)):
+        at = next(i for i, x in enumerate(w) if x in (d, dT))
+        rest = sp.Mul(*(w[at + 1:] + w[:at]))
+        found += number * (rest if w[at] == dT else transposed(rest, partner))
+    return sp.expand(found)
+
+
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
