@@ -1,6 +1,6 @@
-"""What `python -m gdn_ref bench` times: ours and its peers, each behind the same two entries.
+"""What `python -m gdn_ref bench` times: ours and its peers, each behind the same three entries.
 
-An entry takes the tensors of one call and returns a Call: what to run, and how to read o and the state out of the
+An entry takes the tensors of one call and returns a Call: what to run, and how to read what is compared out of the
 result. The peers' own names, layouts and gates are met here and nowhere else. A peer is imported when it is first
 asked for; an ImportError leaves it out.
 """
@@ -35,6 +35,18 @@ class Prefill(NamedTuple):
     cu_seqlens: Tensor | None  # [N+1] int64 on the device; None: B sequences of T tokens
 
 
+class Training(NamedTuple):
+    """The tensors of a forward and a backward call: those of Prefill, all of which want a gradient, and that of o."""
+
+    q: Tensor  # [B,T,H,K] bfloat16
+    k: Tensor  # [B,T,H,K] bfloat16
+    v: Tensor  # [B,T,HV,V] bfloat16
+    g: Tensor  # [B,T,HV] float32, natural-log decay
+    beta: Tensor  # [B,T,HV] float32
+    cu_seqlens: Tensor | None  # [N+1] int64 on the device; None: B sequences of T tokens
+    do: Tensor  # [B,T,HV,V] bfloat16
+
+
 class Decode(NamedTuple):
     """The tensors of one decode step: one token a sequence, raw gates, queries and keys not normalised."""
 
@@ -51,7 +63,8 @@ class Decode(NamedTuple):
 
 class Call(NamedTuple):
     run: Callable[[], Any]
-    read: Callable[[Any], tuple[Tensor, Tensor]]  # the result of run -> o [B,T,HV,V], state [N,HV,K,V]
+    # The result of run -> o [B,T,HV,V], state [N,HV,K,V]; of training o, dq, dk, dv, dg, dbeta.
+    read: Callable[[Any], tuple[Tensor, ...]]
 
 
 class Implementation(NamedTuple):
@@ -60,8 +73,26 @@ class Implementation(NamedTuple):
     module: str  # the module that must be there
     forward: Callable[[Prefill], Call]
     decode: Callable[[Decode], Call]
-    compiles_long: bool = False  # its first calls take tens of seconds: they are made beforehand, in other processes
+    training: Callable[[Training], Call]
+    # Where first calls take tens of seconds they are made beforehand, in other processes: for every "shape", or for
+    # every number of "heads" if the kernels depend on nothing else.
+    compiles: str = ""
     capturable: bool = True  # a call can go into a CUDA graph
+    ops: tuple[str, ...] = ("fwd", "decode", "fwdbwd")  # what it is asked for
+
+
+def forward_and_backward(x: Training, forward: Callable) -> Call:
+    """A step of training as an optimiser sees it: the output, then the gradients of q, k, v, g and beta.
+
+    forward: from q, k, v, g, beta, cu_seqlens to o. No final state is asked for, and none has a gradient.
+    """
+
+    def run():
+        with torch.enable_grad():
+            o = forward(*x[:6])
+        return o.detach(), *torch.autograd.grad(o, x[:5], x.do)
+
+    return Call(run, tuple)
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
@@ -81,18 +112,36 @@ def ours_decode(x: Decode) -> Call:
     return Call(lambda: gdn_decode(*x), lambda o: (o.reshape(x.v.shape), x.state.transpose(-1, -2)))
 
 
+def ours_training(x: Training) -> Call:
+    """gdn_ref.chunk_gated_delta_rule under autograd, as it comes."""
+    from .ops import chunk_gated_delta_rule
+
+    return forward_and_backward(x, lambda *t: chunk_gated_delta_rule(*t[:5], cu_seqlens=t[5])[0])
+
+
 # ---- peers -----------------------------------------------------------------------------------------------------------
 
 
-def fla_forward(x: Prefill) -> Call:
+def _fla_chunk() -> Callable:
     """flash-linear-attention's own Triton kernels.
 
     Where FlashQLA or TileLang is installed too, it would hand the call over to them; that is switched off, so that its
-    row is its own.
+    row is its own. The first switch counts at its import, the others, should it have been imported before, at a call.
     """
-    os.environ.update(FLA_FLASH_QLA="0", FLA_TILELANG="0")
-    function = _find("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    os.environ.update(FLA_DISABLE_BACKEND_DISPATCH="1", FLA_FLASH_QLA="0", FLA_TILELANG="0")
+    return _find("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+
+def fla_forward(x: Prefill) -> Call:
+    """Its chunked form."""
+    function = _fla_chunk()
     return Call(lambda: function(*x[:5], output_final_state=True, cu_seqlens=x.cu_seqlens), tuple)
+
+
+def fla_training(x: Training) -> Call:
+    """The same under autograd; on Hopper it refuses Triton 3.4 to 3.7.0, which miscompile one of its kernels."""
+    function = _fla_chunk()
+    return forward_and_backward(x, lambda *t: function(*t[:5], cu_seqlens=t[5])[0])
 
 
 def fla_decode(x: Decode) -> Call:
@@ -109,6 +158,12 @@ def flash_qla_forward(x: Prefill) -> Call:
     """FlashQLA; with its automatic splitting of long sequences, which drops what it takes to be forgotten."""
     function = _find("flash_qla", "chunk_gated_delta_rule")
     return Call(lambda: function(*x[:5], output_final_state=True, cu_seqlens=x.cu_seqlens), tuple)
+
+
+def flash_qla_training(x: Training) -> Call:
+    """The same under autograd."""
+    function = _find("flash_qla", "chunk_gated_delta_rule")
+    return forward_and_backward(x, lambda *t: function(*t[:5], cu_seqlens=t[5])[0])
 
 
 def flash_qla_decode(x: Decode) -> Call:
@@ -133,18 +188,35 @@ def flashinfer_decode(x: Decode) -> Call:
     return Call(lambda: function(x.q, x.k, x.v, **named), _v_first)
 
 
-def transformers_forward(x: Prefill) -> Call:
+def flashinfer_training(x: Training) -> Call:
+    """There is none."""
+    raise Unsupported("FlashInfer has no backward")
+
+
+def _transformers_chunk(x: Prefill | Training) -> Callable:
     """transformers' PyTorch code, without the kernels that it swaps in where it finds them."""
     if x.cu_seqlens is not None:
         raise Unsupported("transformers ignores cu_seqlens")
     function = _find_transformers("torch_chunk_gated_delta_rule")
     group = x.v.shape[2] // x.q.shape[2]
 
-    def run():
-        q, k = (t.repeat_interleave(group, dim=2) for t in (x.q, x.k))  # as its layer does
-        return function(q, k, x.v, g=x.g, beta=x.beta, output_final_state=True)
+    def chunk(q, k, v, g, beta, **options):
+        q, k = (t.repeat_interleave(group, dim=2) for t in (q, k))  # as its layer does
+        return function(q, k, v, g=g, beta=beta, **options)
 
-    return Call(run, tuple)
+    return chunk
+
+
+def transformers_forward(x: Prefill) -> Call:
+    """Its chunked form, in float32 whatever it is given."""
+    chunk = _transformers_chunk(x)
+    return Call(lambda: chunk(*x[:5], output_final_state=True), tuple)
+
+
+def transformers_training(x: Training) -> Call:
+    """The same under autograd, which keeps every step of its inverse."""
+    chunk = _transformers_chunk(x)
+    return forward_and_backward(x, lambda *t: chunk(*t[:5])[0])
 
 
 def transformers_decode(x: Decode) -> Call:
@@ -164,13 +236,14 @@ def transformers_decode(x: Decode) -> Call:
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("gdn_ref", "gdn_ref", "gdn_ref", ours_forward, ours_decode),
-        Implementation("fla", "fla-core", "fla", fla_forward, fla_decode, compiles_long=True),
-        Implementation("flash_qla", "flash-qla", "flash_qla", flash_qla_forward, flash_qla_decode, compiles_long=True),
+        Implementation("gdn_ref", "gdn_ref", "gdn_ref", ours_forward, ours_decode, ours_training),
+        Implementation("fla", "fla-core", "fla", fla_forward, fla_decode, fla_training, compiles="heads"),
+        Implementation("flash_qla", "flash-qla", "flash_qla", flash_qla_forward, flash_qla_decode, flash_qla_training,
+                       compiles="shape"),
         Implementation("flashinfer", "flashinfer-python", "flashinfer", flashinfer_forward, flashinfer_decode,
-                       compiles_long=True),
+                       flashinfer_training, compiles="heads"),
         Implementation("transformers", "transformers", "transformers", transformers_forward, transformers_decode,
-                       capturable=False),
+                       transformers_training, capturable=False),
     )
 }  # fmt: skip
 

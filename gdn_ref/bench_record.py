@@ -1,4 +1,4 @@
-"""What a run of `python -m gdn_ref bench` records: cases, the least a call can cost, and the table that shows it.
+"""What a run of `python -m gdn_ref bench` records: cases, the least a call can cost, and the tables that show it.
 
 Plain Python over the JSON document: a recorded run is read, and drawn, without a GPU.
 """
@@ -10,7 +10,8 @@ import statistics
 from typing import NamedTuple
 
 WIDTH, CHUNK = 128, 64  # K = V; the chunk that the FLOPs are counted for
-OPS = ("fwd", "decode", "cpu_call", "cold_fwd", "cold_decode")
+OPS = ("fwd", "decode", "fwdbwd", "cpu_call", "cold_fwd", "cold_decode", "cold_fwdbwd")
+OURS = ("gdn_ref", "gdn_ref_saved")  # the second one keeps states for the backward pass instead of making them again
 
 
 class Shape(NamedTuple):
@@ -63,6 +64,28 @@ def forward_cost(shape: Shape) -> tuple[int, int]:
     return moved, flops
 
 
+def training_cost(shape: Shape) -> tuple[int, int]:
+    """(bytes, FLOPs) of a forward and a backward call; nothing is made twice, and no state of it goes to memory.
+
+    The forward pass as above, without the final state. The backward pass reads its inputs and do, and writes as many
+    gradients as there are inputs. A token of a value head takes six products with states, 12 K V: K dS, and what do,
+    dv and E read of S and dS (do S^T, dv S^T, E dS^T), and two updates of dS. It takes four products of C by V, with P,
+    with A, and do E^T and dv E^T; and four of C by K, two each for dq with dk and for what keys get from later tokens.
+    """
+    K = V = WIDTH
+    tokens, states = sum(shape.lengths), len(shape.lengths) * shape.HV * K * V
+    moved, flops = forward_cost(shape)
+    moved -= 4 * states
+    values, keys, gates = 2 * tokens * shape.HV * V, 2 * tokens * shape.H * K, 4 * tokens * shape.HV
+    moved += 3 * values + 4 * keys + 4 * gates
+    return moved, flops + tokens * shape.HV * (12 * K * V + 8 * CHUNK * V + 8 * CHUNK * K)
+
+
+def cost_of(op: str, shape: Shape) -> tuple[int, int]:
+    """(bytes, FLOPs) of one call of "fwd", "decode" or "fwdbwd"."""
+    return {"fwd": forward_cost, "decode": decode_cost, "fwdbwd": training_cost}[op](shape)
+
+
 def decode_cost(shape: Shape) -> tuple[int, int]:
     """(bytes, FLOPs) of one decode step: the float32 state read and written; 6 K V FLOPs a head, beside a few."""
     states = len(shape.lengths) * shape.HV
@@ -87,8 +110,8 @@ def check_document(document: dict) -> None:
         if not document["limits"].get(field, 0) > 0:
             raise ValueError(f"limits.{field}: found {document['limits'].get(field)!r}, expected a positive number")
     for n, row in enumerate(document["rows"]):
-        if row.get("op") not in (*OPS, "fwdbwd"):
-            raise ValueError(f"rows[{n}].op: found {row.get('op')!r}, expected one of {', '.join(OPS)} or fwdbwd")
+        if row.get("op") not in OPS:
+            raise ValueError(f"rows[{n}].op: found {row.get('op')!r}, expected one of {', '.join(OPS)}")
         if row.get("impl") not in document["versions"]:
             raise ValueError(f"rows[{n}].impl: found {row.get('impl')!r}, expected one of {list(document['versions'])}")
         if not isinstance(row.get("ms"), int | float) or not row["ms"] > 0:
@@ -117,12 +140,13 @@ def table(document: dict) -> str:
     lines = [f"{document['device']}, torch {document['torch']}, triton {document.get('triton')}, {document['date']}",
              versions, f"copy {limits['copy_TBps']:.2f} TB/s, bf16 matmul {limits['matmul_TFLOPs']:.0f} TFLOP/s"]
     for op, shapes in by_case(document).items():
-        lines += ["", f"{op:<20}{'limit':>9}  " + "".join(f"{name:>20}" for name in names)]
+        timed = [name for name in names if any(name in rows for rows in shapes.values())]
+        lines += ["", f"{op:<20}{'limit':>9}  " + "".join(f"{name:>20}" for name in timed)]
         for shape, rows in shapes.items():
             limit = next(iter(rows.values())).get("limit_ms")
             first = f"{limit:>9.4f}" if limit else f"{'':>9}"
-            lines.append(f"{shape:<20}{first}  " + "".join(f"{_cell(rows, name):>20}" for name in names))
-        lines += _verdicts(shapes, names)
+            lines.append(f"{shape:<20}{first}  " + "".join(f"{_cell(rows, name):>20}" for name in timed))
+        lines += _verdicts(shapes, timed) + _memory(shapes, timed)
     missing: dict = {}
     for failure in document.get("failures", []):
         missing.setdefault((failure["impl"], failure["error"]), []).append(f"{failure['op']} {failure['shape']}")
@@ -135,7 +159,7 @@ def _cell(rows: dict[str, dict], name: str) -> str:
     if name not in rows:
         return "-"
     ms, ours = rows[name]["ms"], rows.get("gdn_ref", {}).get("ms")
-    if name != "gdn_ref":
+    if name not in OURS:
         return f"{ms:.4f}" + (f" ({ms / ours:.2f}x)" if ours else "")
     return f"{ms:.4f}" + (f" ({100 * rows[name]['limit_ms'] / ms:.0f} %)" if rows[name].get("limit_ms") else "")
 
@@ -144,12 +168,87 @@ def _verdicts(shapes: dict[str, dict[str, dict]], names: list[str]) -> list[str]
     """For each peer the geometric mean of its ratios, and the rows on which it is ahead."""
     lines = []
     for name in names:
-        found = ratios(shapes, name) if name != "gdn_ref" else {}
+        found = ratios(shapes, name) if name not in OURS else {}
         if found:
             ahead = [shape for shape, ratio in found.items() if ratio < 1]
-            mean = math.exp(statistics.fmean(map(math.log, found.values())))
-            line = f"  {name}: {mean:.2f}x in geometric mean, {min(found.values()):.2f}x at least"
+            line = f"  {name}: {geometric_mean(found):.2f}x in geometric mean, {min(found.values()):.2f}x at least"
             lines.append(line + (f"; ahead on {', '.join(ahead)}" if ahead else ""))
     return lines
 
 
+def _memory(shapes: dict[str, dict[str, dict]], names: list[str]) -> list[str]:
+    """The same table for the peak of memory, where it was taken."""
+    if not any("peak_MB" in row for rows in shapes.values() for row in rows.values()):
+        return []
+    lines = [f"{'peak MB':<20}{'':>9}  " + "".join(f"{name:>20}" for name in names)]
+    for shape, rows in shapes.items():
+        cells = (f"{rows[name]['peak_MB']:.0f}" if "peak_MB" in rows.get(name, {}) else "-" for name in names)
+        lines.append(f"{shape:<20}{'':>9}  " + "".join(f"{cell:>20}" for cell in cells))
+    return lines
+
+
+def geometric_mean(found: dict[str, float]) -> float:
+    """Of the ratios of several shapes."""
+    return math.exp(statistics.fmean(map(math.log, found.values())))
+
+
+# ---- the README's tables ---------------------------------------------------------------------------------------------
+
+LABELS = dict(gdn_ref="gdn_ref", gdn_ref_saved="states kept", fla="FLA", flash_qla="FlashQLA", flashinfer="FlashInfer",
+              transformers="transformers")  # fmt: skip
+FIRST_COLUMN = dict(fwd="forward, tokens and H/HV", decode="decode, batch (HV = {HV})",
+                    fwdbwd="forward + backward, ms / peak MB")  # fmt: skip
+LAST_COLUMN = dict(fwd="of the roofline", decode="of the copy bandwidth", fwdbwd="of the roofline")
+
+
+def markdown(document: dict) -> str:
+    """The README's tables, one each for "fwd", "decode" and "fwdbwd" as far as they were timed, and what is said below
+    them: who is ahead where, first calls, and the processor's time."""
+    cases = by_case(document)
+    parts = [_markdown_table(op, cases[op], document) for op in FIRST_COLUMN if op in cases]
+    return "\n\n".join([*parts, "\n".join(sentences(document))])
+
+
+def _markdown_table(op: str, shapes: dict[str, dict[str, dict]], document: dict) -> str:
+    """Ours and the peers that have kernels; milliseconds, and in brackets how many times as long as ours."""
+    peers = [name for name in document["versions"] if any(name in rows for rows in shapes.values())]
+    peers = [name for name in peers if name != "gdn_ref" and (name != "transformers" or op == "fwdbwd")]
+    heads = [LABELS[name] + (f" {document['versions'][name]}" if name not in OURS else "") for name in peers]
+    first = FIRST_COLUMN[op].format(HV=parse_shape(next(iter(shapes))).HV)
+    lines = [f"| {' | '.join([first, 'gdn_ref', *heads, LAST_COLUMN[op]])} |", "|" + "---|" * (len(peers) + 3)]
+    for shape, rows in shapes.items():
+        if "gdn_ref" in rows:
+            ours = rows["gdn_ref"]
+            name = f"{len(parse_shape(shape).lengths)}" if op == "decode" else shape
+            cells = [_markdown_cell(rows, peer) for peer in ("gdn_ref", *peers)]
+            share = f"{100 * ours['limit_ms'] / ours['ms']:.0f} %"
+            lines.append(f"| {' | '.join([name, *cells, share])} |")
+    return "\n".join(lines)
+
+
+def _markdown_cell(rows: dict[str, dict], name: str) -> str:
+    if name not in rows:
+        return "–"
+    ms, memory = rows[name]["ms"], rows[name].get("peak_MB")
+    ratio = "" if name == "gdn_ref" else f" ({ms / rows['gdn_ref']['ms']:.2f}×)"
+    return f"{ms:.3f}{ratio}" + ("" if memory is None else f" / {memory:.0f}")
+
+
+def sentences(document: dict) -> list[str]:
+    """Lines for the text below the tables: means, rows on which a peer is ahead, first calls, time of the processor."""
+    cases, lines = by_case(document), []
+    for op in FIRST_COLUMN:
+        for name in document["versions"]:
+            found = ratios(cases.get(op, {}), name) if name not in OURS else {}
+            if found:
+                ahead = ", ".join(shape for shape, ratio in found.items() if ratio < 1) or "no row"
+                mean, least = geometric_mean(found), min(found.values())
+                said = f"{mean:.2f}× in geometric mean, {least:.2f}× at least; ahead on {ahead}"
+                lines.append(f"{op}, {LABELS[name]}: {said}")
+    for op in ("cold_fwd", "cold_decode", "cold_fwdbwd"):
+        for row in (rows["gdn_ref"] for rows in cases.get(op, {}).values() if "gdn_ref" in rows):
+            lines.append(f"{op}: {row['ms'] / 1e3:.1f} s")
+    for shape, rows in cases.get("cpu_call", {}).items():
+        if "gdn_ref" in rows:
+            lines.append(f"cpu_call {shape}: {rows['gdn_ref']['ms'] * 1e3:.0f} µs")
+    return lines

@@ -19,8 +19,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdn_ref import bench, bench_figure, bench_peers, bench_record, chunk_gated_delta_rule, cli, demo_figure
+from gdn_ref import (
+    bench,
+    bench_figure,
+    bench_peers,
+    bench_processes,
+    bench_record,
+    bench_tensors,
+    chunk_gated_delta_rule,
+    cli,
+    demo_figure,
+)
 
+ROOT = Path(__file__).resolve().parent.parent
+
+GRADIENTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 LIMITS = {"copy_TBps": 4.0, "matmul_TFLOPs": 500.0}
 
 
@@ -58,6 +71,9 @@ def test_the_default_shapes_are_those_promised():
     promised = {(1, T, HV) for T in (2048, 8192, 32768) for HV in (64, 32, 8)} | {(4, 8192, 64), (8, 1024, 64)}
     assert promised == {(*s.rows, s.HV) for s in shapes if not s.packed}
     assert [s.lengths for s in shapes if s.packed] == [(4096, 28672)]
+    shapes = [bench_record.parse_shape(text) for text in bench.TRAINING_SHAPES]
+    promised = {(1, T, HV) for T in (2048, 8192, 32768) for HV in (64, 32)} | {(4, 8192, 64)}
+    assert promised == {(*s.rows, s.HV) for s in shapes} and len(shapes) == len(promised)
 
 
 def test_a_forward_call_by_hand():
@@ -68,13 +84,26 @@ def test_a_forward_call_by_hand():
     assert flops == 8 * (2 * (6 * 128 * 128 + 4 * 64 * 128 + 64 * 64 // 3) + 4 * 64 * 128)
 
 
+def test_a_training_call_by_hand():
+    """Products with a state are 2 K V FLOPs a token, those inside a chunk 2 C V or 2 C K."""
+    shape = bench_record.parse_shape("3+5 1/2")
+    with_states, inside = 2 * 128 * 128, 2 * 64 * 128
+    backward = 8 * 2 * (6 * with_states + 8 * inside)
+    assert bench_record.training_cost(shape)[1] == bench_record.forward_cost(shape)[1] + backward
+
+
 def test_bytes_are_those_of_the_tensors(on_the_cpu):
     for text in ("3x5 2/4", "3+5 1/2"):
         shape = bench_record.parse_shape(text)
-        x = bench.prefill_inputs(shape, seed=0)
+        x = bench_tensors.prefill_inputs(shape, seed=0)
         o, state = chunk_gated_delta_rule(*x[:5], output_final_state=True, cu_seqlens=x.cu_seqlens)
         assert bench_record.forward_cost(shape)[0] == sum(t.nbytes for t in (*x[:5], o, state))
-    x = bench.decode_inputs(bench_record.parse_shape("3x1 1/2"), seed=0)
+        x = bench_tensors.training_inputs(shape, seed=0)
+        o, *grads = bench_peers.ours_training(x).run()
+        assert [(t.shape, t.dtype) for t in grads] == [(t.shape, t.dtype) for t in x[:5]]
+        read_twice, read, written = x[:5], [x.do], [o, *grads]
+        assert bench_record.training_cost(shape)[0] == sum(t.nbytes for t in (*read_twice, *x[:5], *read, *written))
+    x = bench_tensors.decode_inputs(bench_record.parse_shape("3x1 1/2"), seed=0)
     assert bench_record.decode_cost(bench_record.parse_shape("3x1 1/2"))[0] == 2 * x.state.nbytes
 
 
@@ -101,12 +130,17 @@ def recorded():
         more = {"bytes": moved, "flops": flops, "limit_ms": bench_record.limit_ms((moved, flops), LIMITS)}
         rows += [{"op": "decode", "shape": shape, "impl": n, "ms": t, "device_ms": t / 2, **more}
                  for n, t in zip(("gdn_ref", "fla"), ms, strict=True)]
+    for shape, ms in {"1x2048 16/64": (0.4, 0.3, 0.8), "1x8192 8/32": (0.9, 0.7, 0.6)}.items():
+        moved, flops = bench_record.training_cost(bench_record.parse_shape(shape))
+        more = {"bytes": moved, "flops": flops, "limit_ms": bench_record.limit_ms((moved, flops), LIMITS)}
+        rows += [{"op": "fwdbwd", "shape": shape, "impl": n, "ms": t, "peak_MB": 1000 * t, **more}
+                 for n, t in zip(("gdn_ref", "gdn_ref_saved", "flash_qla"), ms, strict=True)]
     rows.append({"op": "cold_fwd", "shape": "1x2048 16/64", "impl": "gdn_ref", "ms": 7000})
     failures = [{"op": "decode", "shape": s, "impl": "flash_qla", "error": "no decode step"}
                 for s in ("8x1 16/32", "64x1 16/32")]
     return {
         "device": "GPU", "torch": "2.11.0", "triton": "3.6.0", "date": "2026-11-29",
-        "versions": {"gdn_ref": "0.1.0", "fla": "0.6.0", "flash_qla": "0.1.3"},
+        "versions": {"gdn_ref": "0.1.0", "gdn_ref_saved": "0.1.0", "fla": "0.6.0", "flash_qla": "0.1.3"},
         "limits": dict(LIMITS), "rows": rows, "failures": failures,
     }  # fmt: skip
 
@@ -137,7 +171,7 @@ def test_a_broken_document_is_named(path, value, message):
 
 def test_ratios_are_theirs_over_ours():
     cases = bench_record.by_case(recorded())
-    assert list(cases) == ["fwd", "decode", "cold_fwd"]
+    assert list(cases) == ["fwd", "decode", "fwdbwd", "cold_fwd"]
     assert bench_record.ratios(cases["fwd"], "fla") == pytest.approx({"1x2048 16/64": 8, "1x8192 8/32": 2})
     assert bench_record.ratios(cases["fwd"], "transformers") == {}
     assert bench_record.ratios(cases["decode"], "fla") == pytest.approx({"8x1 16/32": 3, "64x1 16/32": 1.25})
@@ -145,13 +179,51 @@ def test_ratios_are_theirs_over_ours():
 
 def test_the_table_says_who_is_ahead_and_what_is_missing():
     text = bench_record.table(recorded())
-    assert "copy 4.00 TB/s, bf16 matmul 500 TFLOP/s" in text and "gdn_ref 0.1.0, fla 0.6.0, flash_qla 0.1.3" in text
+    assert "copy 4.00 TB/s, bf16 matmul 500 TFLOP/s" in text and "fla 0.6.0, flash_qla 0.1.3" in text
     line = next(line for line in text.splitlines() if line.startswith("1x2048 16/64"))
     share = 100 * recorded()["rows"][0]["limit_ms"] / 0.1
     assert f"0.1000 ({share:.0f} %)" in line and "0.8000 (8.00x)" in line and "0.2000 (2.00x)" in line
     assert "fla: 4.00x in geometric mean, 2.00x at least\n" in text
     assert "flash_qla: 1.00x in geometric mean, 0.50x at least; ahead on 1x8192 8/32" in text
     assert text.endswith("missing: flash_qla, decode 8x1 16/32; decode 64x1 16/32: no decode step")
+    assert "gdn_ref_saved:" not in text  # it is ours, no peer that could be ahead
+    memory = text[text.index("peak MB") :].splitlines()
+    assert memory[0].split() == ["peak", "MB", "gdn_ref", "gdn_ref_saved", "flash_qla"]
+    assert memory[1].split() == ["1x2048", "16/64", "400", "300", "800"]
+
+
+def test_the_readme_s_tables():
+    text = bench_record.markdown(recorded())
+    first, second, third, below = text.split("\n\n")
+    head = "| forward, tokens and H/HV | gdn_ref | FLA 0.6.0 | FlashQLA 0.1.3 | of the roofline |"
+    assert first.splitlines()[0] == head
+    share = 100 * recorded()["rows"][0]["limit_ms"] / 0.1
+    assert first.splitlines()[2] == f"| 1x2048 16/64 | 0.100 | 0.800 (8.00×) | 0.200 (2.00×) | {share:.0f} % |"
+    assert second.splitlines()[0] == "| decode, batch (HV = 32) | gdn_ref | FLA 0.6.0 | of the copy bandwidth |"
+    assert second.splitlines()[2].startswith("| 8 | 0.020 | 0.060 (3.00×) | ")
+    head, line, row, _ = third.splitlines()
+    assert head == ("| forward + backward, ms / peak MB | gdn_ref | states kept | FlashQLA 0.1.3 | of the roofline |")
+    assert row.startswith("| 1x2048 16/64 | 0.400 / 400 | 0.300 (0.75×) / 300 | 0.800 (2.00×) / 800 | ")
+    assert {len(one.split("|")) for one in third.splitlines()} == {7}
+    assert "fwdbwd, FlashQLA: 1.15× in geometric mean, 0.67× at least; ahead on 1x8192 8/32" in below
+    assert "cold_fwd: 7.0 s" in below
+
+
+@pytest.mark.parametrize("line", bench_record.markdown(json.loads((ROOT / "benchmarks/results/h200.json").read_text()))
+                         .split("\n\n")[:-1])  # fmt: skip
+def test_the_readme_shows_the_recorded_run(line):
+    """Its tables are what `python -m gdn_ref bench --markdown benchmarks/results/h200.json` prints."""
+    assert line in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_s_words_are_those_of_the_recorded_run():
+    cases = bench_record.by_case(json.loads((ROOT / "benchmarks/results/h200.json").read_text()))
+    words = " ".join((ROOT / "README.md").read_text().split())
+    seconds = {op: f"{rows['gdn_ref']['ms'] / 1e3:.1f} s" for op in cases if op.startswith("cold_")
+               for rows in cases[op].values()}  # fmt: skip
+    assert seconds and all(text in words for text in seconds.values()), seconds
+    micros = [f"{rows['gdn_ref']['ms'] * 1e3:.0f} µs" for rows in cases["cpu_call"].values()]
+    assert all(text in words for text in micros), micros
 
 
 def test_without_ours_there_are_no_ratios():
@@ -163,16 +235,20 @@ def test_without_ours_there_are_no_ratios():
 def test_the_figure_shows_the_rows(tmp_path):
     document = recorded()
     fig = bench_figure.draw(document)
-    forward, decode = fig.axes
+    forward, decode, training, memory = fig.axes
     assert [label.get_text() for label in forward.get_yticklabels()] == ["1x2048 16/64", "1x8192 8/32"]
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in forward.get_lines()}
-    assert drawn["fla 0.6.0"] == ([0.8, 0.6], [0, 1])
+    assert drawn["FLA 0.6.0"] == ([0.8, 0.6], [0, 1])
     ends = [bar.get_x() + bar.get_width() for bar in forward.patches]
     assert ends == pytest.approx([row["limit_ms"] for row in document["rows"][:4:3]])
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in decode.get_lines()}
     batches, rates = drawn["gdn_ref, by call"]
     assert batches == [8, 64] and rates[1] == pytest.approx(2 * 4 * 64 * 32 * 128 * 128 / 0.08e-3 * 1e-12)
     assert drawn["gdn_ref, the GPU alone"][1] == pytest.approx([2 * rate for rate in rates])
+    drawn = {line.get_label(): list(line.get_xdata()) for line in training.get_lines()}
+    assert drawn == {"gdn_ref 0.1.0": [0.4, 0.9], "gdn_ref, states kept": [0.3, 0.7], "FlashQLA 0.1.3": [0.8, 0.6]}
+    drawn = {line.get_label(): list(line.get_xdata()) for line in memory.get_lines()}
+    assert drawn["FlashQLA 0.1.3"] == pytest.approx([0.8, 0.6])
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
     demo_figure.save(fig, files[0])
     demo_figure.save(bench_figure.draw(document), files[1])
@@ -182,7 +258,7 @@ def test_the_figure_shows_the_rows(tmp_path):
 def test_a_figure_needs_something_to_show():
     document = recorded()
     document["rows"] = document["rows"][-1:]
-    with pytest.raises(ValueError, match="rows: found neither fwd nor decode"):
+    with pytest.raises(ValueError, match="rows: found none of fwd, decode and fwdbwd"):
         bench_figure.draw(document)
 
 
@@ -214,6 +290,7 @@ def test_without_a_gpu_it_says_so(capsys):
     (["--budget", "0"], "--batches and --budget: expected positive numbers"),
     (["--draw", "nowhere.json"], "--draw: "),
     (["--draw", __file__], "--draw: "),
+    (["--markdown", __file__], "--markdown: "),
 ])
 def test_bad_arguments_give_two(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -238,6 +315,8 @@ def test_a_recording_is_drawn_without_a_gpu(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "0.8000 (8.00x)" in out and f"wrote {tmp_path / 'run.svg'}" in out
     assert (tmp_path / "run.svg").stat().st_size > 5000
+    assert cli.main(["bench", "--markdown", str(tmp_path / "run.json")]) == 0
+    assert capsys.readouterr().out == bench_record.markdown(recorded()) + "\n"
 
 
 # ---- the peers -------------------------------------------------------------------------------------------------------
@@ -368,13 +447,15 @@ def on_the_cpu(monkeypatch):
             functions[n % len(functions)]()
         return max((time.perf_counter() - start) / count * 1e3, 1e-6)
 
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_tensors, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "ROUNDS", 2)
     monkeypatch.setattr(bench, "BLOCK_MS", 1e-3)
     monkeypatch.setattr(bench, "gpu_ms", clock)
     monkeypatch.setattr(bench, "graph_ms", lambda functions: clock(functions, len(functions)))
     monkeypatch.setattr(bench, "measure_limits", lambda: dict(LIMITS))
-    monkeypatch.setattr(bench, "input_sets", lambda op, shape: [bench.make_inputs(op, shape, seed) for seed in (1, 2)])
+    monkeypatch.setattr(bench, "peak_MB", lambda run: 7.0)
+    two_sets = lambda op, shape: [bench_tensors.make_inputs(op, shape, seed) for seed in (1, 2)]  # noqa: E731
+    monkeypatch.setattr(bench, "input_sets", two_sets)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a CPU")
     defaults = bench.time_in_turns.__defaults__
@@ -382,42 +463,77 @@ def on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", bench_peers.IMPLEMENTATIONS)
-@pytest.mark.parametrize("op, text", [("fwd", "2x70 1/2"), ("fwd", "5+70 2/2"), ("decode", "3x1 1/2")])
+@pytest.mark.parametrize("op, text", [("fwd", "2x70 1/2"), ("fwd", "5+70 2/2"), ("decode", "3x1 1/2"),
+                                      ("fwdbwd", "2x70 1/2"), ("fwdbwd", "5+70 2/2")])
 def test_every_adapter_computes_the_rule(name, op, text, stand_ins, on_the_cpu):
     """Against float64: a transposed state, a gate of the wrong kind or a lost sequence would be far off."""
     shape = bench_record.parse_shape(text)
-    x = bench.make_inputs(op, shape, seed=3)
-    expected = bench.reference(op, x)
+    x = bench_tensors.make_inputs(op, shape, seed=3)
+    expected = bench_tensors.reference(op, shape, x)
     try:
-        call = bench.make_call(name, op, x)
+        call = bench_tensors.make_call(name, op, bench_tensors.untouched(x))
     except bench_peers.Unsupported:
-        assert (name, op) == ("flash_qla", "decode") or (name, text) == ("transformers", "5+70 2/2")
+        assert (name, op) in (("flash_qla", "decode"), ("flashinfer", "fwdbwd")) or (
+            (name, text) == ("transformers", "5+70 2/2")
+        )
         return
-    found = bench.errors(op, shape, x, call, expected)
-    assert found["error_o"] < 1e-2 and found["error_state"] < 1e-2
-    wrong = (expected[0], expected[1].transpose(-1, -2))
-    if name not in ("gdn_ref", "flashinfer") or op == "fwd":  # those two move the state on
-        assert bench.errors(op, shape, x, call, wrong)["error_state"] > 0.1
+    found = bench_tensors.errors(op, shape, call, expected)
+    assert list(found) == ["error_o", "error_state"] if op != "fwdbwd" else [f"error_{n}" for n in GRADIENTS]
+    assert max(found.values()) < 1e-2
+    call = bench_tensors.make_call(name, op, bench_tensors.untouched(x))
+    if op == "fwdbwd":
+        wrong = (*expected[:-1], 2 * expected[-1])
+        assert bench_tensors.errors(op, shape, call, wrong)["error_dbeta"] == pytest.approx(0.5, abs=0.01)
+    else:
+        wrong = (expected[0], expected[1].transpose(-1, -2))
+        assert bench_tensors.errors(op, shape, call, wrong)["error_state"] > 0.1
+
+
+def test_whoever_moves_the_state_on_spoils_nobody_s_check(stand_ins, peers_there):
+    """FlashInfer and gdn_ref update in place: each decode is held against its own problem, whoever came first."""
+    for names in (["flashinfer", "gdn_ref", "fla"], ["fla", "gdn_ref"]):
+        run = bench.Run(names, budget=100)
+        bench.time_case(run, "decode", "3x1 1/2", names)
+        assert {row["impl"] for row in run.document["rows"]} == set(names)
+        assert all(row["error_o"] < 1e-2 and row["error_state"] < 1e-2 for row in run.document["rows"])
+
+
+def test_gradients_of_many_heads_are_checked_on_the_last_ones(on_the_cpu, monkeypatch):
+    shape = bench_record.parse_shape("1x40 3/6")
+    assert bench_tensors.heads_checked(shape) == 3
+    monkeypatch.setattr(bench_tensors, "LARGEST_CHECK", 80)
+    assert bench_tensors.heads_checked(shape) == 1
+    x = bench_tensors.training_inputs(shape, seed=1)
+    expected = bench_tensors.reference("fwdbwd", shape, x)
+    assert [t.shape[2] for t in expected] == [2, 1, 1, 2, 2, 2]
+    call = bench_peers.ours_training(x)
+    assert max(bench_tensors.errors("fwdbwd", shape, call, expected).values()) < 1e-2
+    monkeypatch.setattr(bench_tensors, "LARGEST_CHECK", 10**9)
+    for few, many in zip(expected, bench_tensors.reference("fwdbwd", shape, x), strict=True):
+        torch.testing.assert_close(few, many[:, :, -few.shape[2] :])
+    assert bench_tensors.heads_checked(bench_record.parse_shape("4x8192 16/64")) >= 1
 
 
 def test_errors_take_the_worst_head_and_see_nan(on_the_cpu):
     shape = bench_record.parse_shape("5+7 1/2")
-    x = bench.prefill_inputs(shape, seed=0)
-    expected = bench.reference("fwd", x)
+    x = bench_tensors.prefill_inputs(shape, seed=0)
+    expected = bench_tensors.reference("fwd", shape, x)
     o = expected[0].clone()
     o[0, 5:, 1] *= 1.5  # the second sequence, the second head
-    found = bench.errors("fwd", shape, x, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
+    found = bench_tensors.errors("fwd", shape, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
     assert found["error_o"] == pytest.approx(0.5) and found["error_state"] == 0
     o[0, 3, 0] = float("nan")
-    found = bench.errors("fwd", shape, x, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
+    found = bench_tensors.errors("fwd", shape, bench_peers.Call(lambda: (o, expected[1]), tuple), expected)
     assert found["error_o"] != found["error_o"]
 
 
 def test_fla_is_kept_from_handing_over(stand_ins, on_the_cpu, monkeypatch):
     monkeypatch.setenv("FLA_FLASH_QLA", "1")
     monkeypatch.setenv("FLA_TILELANG", "1")
-    bench.make_call("fla", "fwd", bench.prefill_inputs(bench_record.parse_shape("1x4 1/1"), seed=0))
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH", raising=False)
+    bench_tensors.make_call("fla", "fwd", bench_tensors.prefill_inputs(bench_record.parse_shape("1x4 1/1"), seed=0))
     assert os.environ["FLA_FLASH_QLA"] == os.environ["FLA_TILELANG"] == "0"
+    assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
 
 
 def test_whoever_is_not_installed_is_named(monkeypatch):
@@ -443,39 +559,105 @@ def test_length_of_a_turn(ms, sets, expected):
     assert bench.turn_length(ms, sets) == expected
 
 
-def test_a_first_call_in_another_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "FIRST_CALL", "import os, sys; print('warning'); print('first call: 12.5 ms')")
-    assert bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(30) == 12.5
-    report = "import os; print('first call: %d ms' % (os.listdir(os.environ['TRITON_CACHE_DIR']) == []))"
-    monkeypatch.setattr(bench, "FIRST_CALL", report)
-    assert bench.cold_ms("gdn_ref", "fwd", "1x8 1/1", 30) == 1
-    monkeypatch.setattr(bench, "FIRST_CALL", "import sys; sys.exit('no such kernel')")
-    with pytest.raises(RuntimeError, match="exit status 1: no such kernel"):
-        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(30)
-    monkeypatch.setattr(bench, "FIRST_CALL", "import time; time.sleep(60)")
-    with pytest.raises(RuntimeError, match="not done in the time there was"):
-        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(0.2)
+def test_a_first_call_in_another_process(monkeypatch):
+    def say(script, seconds=30, ops=("fwd",)):
+        monkeypatch.setattr(bench_processes, "FIRST_CALL", script)
+        call = bench_processes.FirstCall("gdn_ref", ops, "1x8 1/1")
+        call.wait(seconds)
+        return call.done()
+
+    both = "print('warning'); print('first call: fwd 12.5 ms'); print('first call: fwdbwd 3.0 ms')"
+    assert say(both, ops=("fwd", "fwdbwd")) == {"fwd": 12.5, "fwdbwd": 3.0}
+    for script, message in (
+        ("import sys; sys.exit('no such kernel')", "exit status 1: no such kernel"),
+        ("raise RuntimeError('Triton refuses')", "^RuntimeError: Triton refuses"),
+        ("print('first call: fwdbwd 1.0 ms')", None),
+        ("pass", "exit status 0: it said nothing"),
+    ):
+        if message:
+            with pytest.raises(bench_processes.FirstCallFailed, match=message):
+                say(script)
+    with pytest.raises(bench_processes.FirstCallFailed, match="exit status 0: first call: fwd 1.0 ms"):
+        say("print('first call: fwd 1.0 ms')", ops=("fwd", "fwdbwd"))
+    with pytest.raises(bench_processes.FirstCallFailed, match="not done in the time there was"):
+        say("import time; time.sleep(60)", 0.2)
+
+
+def test_a_cold_call_finds_an_empty_cache(monkeypatch):
+    report = "import os; print('first call: fwd %d ms' % (os.listdir(os.environ['TRITON_CACHE_DIR']) == []))"
+    monkeypatch.setattr(bench_processes, "FIRST_CALL", report)
+    assert bench_processes.cold_ms("gdn_ref", "fwd", "1x8 1/1", 30) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_real_child_says_why_it_cannot():
-    with pytest.raises(RuntimeError, match="exit status 1: .*(CUDA|NVIDIA)"):
-        bench.FirstCall("gdn_ref", "fwd", "1x8 1/1").ms(100)
+    with pytest.raises(bench_processes.FirstCallFailed, match="CUDA|NVIDIA"):
+        bench_processes.FirstCall("gdn_ref", ("fwd",), "1x8 1/1").wait(100)
+
+
+def test_what_is_compiled_beforehand():
+    shapes = {"fwd": ["1x8 1/1", "1x9 1/1", "4+5 1/1", "1x8 2/2"], "fwdbwd": ["1x9 1/1", "1x8 2/2"]}
+    ahead = bench_processes.Beforehand(["gdn_ref", "fla", "flash_qla", "transformers"], shapes)
+    jobs = [(job.name, job.text, *job.ops) for job in ahead.waiting]
+    assert jobs == [
+        ("flash_qla", "1x9 1/1", "fwd", "fwdbwd"), ("flash_qla", "1x8 2/2", "fwd", "fwdbwd"),
+        ("fla", "1x8 1/1", "fwd", "fwdbwd"), ("fla", "1x8 2/2", "fwd", "fwdbwd"),  # their kernels know no lengths
+        ("flash_qla", "1x8 1/1", "fwd"), ("flash_qla", "4+5 1/1", "fwd"), ("fla", "4+5 1/1", "fwd"),
+    ]  # fmt: skip
 
 
 def test_compiling_beforehand(monkeypatch):
-    script = "import sys; print('first call: 1 ms') if sys.argv[1] == 'fla' else sys.exit('broken ' + sys.argv[3])"
-    monkeypatch.setattr(bench, "FIRST_CALL", script)
-    wrong = bench.compile_beforehand([("fla", "1x8 1/1"), ("flash_qla", "1x9 1/1")], 60)
-    assert wrong == {("flash_qla", "1x9 1/1"): "compiling beforehand: exit status 1: broken 1x9 1/1"}
-    monkeypatch.setattr(bench, "FIRST_CALL", "import time; time.sleep(60)")
+    script = "import sys; [print(f'first call: {op} 1 ms') for op in sys.argv[3:] if sys.argv[1] == 'flash_qla' or op"
+    monkeypatch.setattr(bench_processes, "FIRST_CALL", script + " == 'fwd']; assert 'fla' != sys.argv[1], 'broken'")
+    ahead = bench_processes.Beforehand(["fla", "flash_qla"], {"fwd": ["1x8 1/1"], "fwdbwd": ["1x8 1/1", "1x9 1/1"]})
+    ahead.wait(("fwd", "fwdbwd"), time.monotonic() + 60)
+    assert ahead.step() == set()
+    assert ahead.why_not("fla", "fwdbwd", "1x9 1/1") == "AssertionError: broken"
+    assert not ahead.why_not("fla", "fwd", "1x8 1/1") and not ahead.why_not("flash_qla", "fwdbwd", "1x9 1/1")
+
+
+def test_compiling_beforehand_ends_in_time(monkeypatch):
+    forward_only = "import time; print('first call: fwd 1 ms', flush=True); time.sleep(60)"
+    monkeypatch.setattr(bench_processes, "FIRST_CALL", forward_only)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    texts = [f"1x{n} 1/1" for n in range(1, 6)]
     started = time.monotonic()
-    wrong = bench.compile_beforehand([("fla", f"1x{n} 1/1") for n in range(5)], 0.5)
-    assert len(wrong) == 5 and "no time left" in wrong["fla", "1x4 1/1"] and time.monotonic() - started < 30
+    ahead = bench_processes.Beforehand(["flash_qla"], {"fwd": texts, "fwdbwd": texts})
+    while not (len(ahead.running) == 2 and all(call.done() for _, call in ahead.running)):
+        ahead.step()
+        assert time.monotonic() - started < 30
+    assert ahead.step() == {"fwd", "fwdbwd"}  # of those that wait
+    ahead.stop("fwd")  # those that have done it go on
+    assert len(ahead.running) == 2 and ahead.step() == {"fwdbwd"}
+    ahead.stop("fwdbwd")
+    assert not ahead.running and ahead.step() == set()
+    assert not ahead.why_not("flash_qla", "fwd", texts[0])
+    for op, text in (("fwdbwd", texts[0]), ("fwd", texts[4]), ("fwdbwd", texts[4])):
+        assert "not done in the time there was" in ahead.why_not("flash_qla", op, text)
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """Stands in for Beforehand: everything is compiled, except what `failed` says."""
+
+    failed: dict = {}
+
+    def __init__(self, names, shapes):
+        self.order = list(shapes)
+
+    def step(self):
+        return set()
+
+    def wait(self, ops, end):
+        pass
+
+    def stop(self, op):
+        pass
+
+    def why_not(self, name, op, text):
+        return self.failed.get((name, op, text))
 
 
 @pytest.fixture
@@ -485,13 +667,13 @@ def peers_there(monkeypatch, stand_ins, on_the_cpu):
     monkeypatch.setattr(bench, "SMALL_FORWARD", "1x64 1/1")
     monkeypatch.setattr(bench, "SMALL_DECODE", "1x1 1/2")
     monkeypatch.setattr(bench, "DECODE_HEADS", "1/2")
-    monkeypatch.setattr(bench, "compile_beforehand", lambda pairs, seconds: {})
+    monkeypatch.setattr(bench, "Beforehand", Compiled)
     monkeypatch.setattr(bench, "cold_ms", lambda name, op, text, seconds: 1000.0)
 
 
 def run_all(budget=1000.0, **options):
-    names, shapes = list(bench_peers.IMPLEMENTATIONS), ["1x70 1/2", "5+60 1/2"]
-    return bench.measure(names, list(bench_record.OPS), shapes, [1, 2], budget, **options)
+    shapes = {"fwd": ["1x70 1/2", "5+60 1/2"], "fwdbwd": ["1x70 1/2"], "decode": ["1x1 1/2", "2x1 1/2"]}
+    return bench.measure(list(bench_peers.IMPLEMENTATIONS), list(bench_record.OPS), shapes, budget, **options)
 
 
 def test_a_run_writes_what_is_promised(peers_there, tmp_path, capsys):
@@ -512,6 +694,11 @@ def test_a_run_writes_what_is_promised(peers_there, tmp_path, capsys):
     missing = {(f["impl"], f["op"]) for f in document["failures"]}
     assert missing == {("transformers", "fwd"), ("flash_qla", "decode"), ("flash_qla", "cpu_call"),
                        ("flash_qla", "cold_decode")}
+    assert {"gdn_ref", "fla", "flash_qla", "transformers"} <= set(cases["fwdbwd"]["1x70 1/2"])
+    for row in cases["fwdbwd"]["1x70 1/2"].values():
+        assert row["peak_MB"] == 7 and row["heads_checked"] == 1 and "device_ms" not in row
+        assert max(row[f"error_{name}"] for name in GRADIENTS) < 1e-2
+    assert "gdn_ref" in cases["cold_fwdbwd"]["1x64 1/1"]
     demo_figure.save(bench_figure.draw(document), tmp_path / "run.svg")
     assert "flashinfer is left out: flashinfer-python is not installed" in capsys.readouterr().out
 
@@ -519,7 +706,7 @@ def test_a_run_writes_what_is_promised(peers_there, tmp_path, capsys):
 def test_a_peer_that_breaks_stops_nobody(peers_there, monkeypatch):
     broken = bench_peers.IMPLEMENTATIONS["fla"]._replace(forward=lambda x: 1 / 0)
     monkeypatch.setitem(bench_peers.IMPLEMENTATIONS, "fla", broken)
-    monkeypatch.setattr(bench, "compile_beforehand", lambda pairs, s: {("flash_qla", "1x70 1/2"): "nvcc is not there"})
+    monkeypatch.setattr(Compiled, "failed", {("flash_qla", "fwd", "1x70 1/2"): "nvcc is not there"})
     document = run_all(check=False)
     cases = bench_record.by_case(document)
     assert set(cases["fwd"]["1x70 1/2"]) == {"gdn_ref", "transformers"}
@@ -559,7 +746,7 @@ def test_a_real_run(tmp_path, capsys):
     """Real clocks, graphs and a cold process: what the stand-ins above cannot show."""
     out = tmp_path / "run.json"
     argv = ["bench", "--shapes", "1x512 2/4", "100+412 2/4", "--batches", "2", "--impl", "gdn_ref", "--out", str(out),
-            "--ops", "fwd", "decode", "cpu_call", "cold_decode"]
+            "--ops", "fwd", "decode", "fwdbwd", "cpu_call", "cold_decode"]
     assert cli.main(argv) == 0, capsys.readouterr().out
     document = json.loads(out.read_text())
     bench_record.check_document(document)
@@ -567,5 +754,7 @@ def test_a_real_run(tmp_path, capsys):
     for text in ("1x512 2/4", "100+412 2/4"):
         assert rows["fwd", text]["error_o"] < 1e-2 and rows["fwd", text]["error_state"] < 1e-2
         assert 0 < rows["fwd", text]["device_ms"] < 2 * rows["fwd", text]["ms"]
+        assert max(rows["fwdbwd", text][f"error_{name}"] for name in GRADIENTS) < 2e-2
+        assert rows["fwdbwd", text]["peak_MB"] > 0.5  # o and five gradients
     assert 0.1 < document["limits"]["copy_TBps"] < 20 and 10 < document["limits"]["matmul_TFLOPs"] < 5000
     assert rows["cold_decode", bench.SMALL_DECODE]["ms"] > rows["cpu_call", bench.SMALL_DECODE]["ms"]
