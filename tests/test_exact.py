@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gdn_ref import exact
-from gdn_ref.identities.algebra import Problem, equal, rational, symbolic
+from gdn_ref.identities.algebra import Dual, Problem, entries, equal, rational, symbolic
+from gdn_ref.identities.ch08 import Upstream, by_sympy
 
 property_test = settings(max_examples=50, deadline=None, derandomize=True, database=None,
                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -284,6 +285,158 @@ def test_size_below_one():
         exact.chunkwise(*rational(5, 3, 2), chunk_size=0)
     with pytest.raises(ValueError, match="^segment_size: found 0, expected"):
         exact.parallel(*rational(5, 3, 2), segment_size=0)
+    with pytest.raises(ValueError, match="^chunk_size: found 0, expected"):
+        exact.chunkwise_backward(*rational(5, 3, 2), chunk_size=0)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+BACKWARD = [exact.recurrence_backward, exact.chunkwise_backward]
+
+
+@st.composite
+def cases(draw, min_tokens=0):
+    """A problem and the gradients dO, dS that come from its outputs."""
+    p = draw(problems(min_tokens, max_tokens=7))
+    return p, arrays(draw, numbers(-2, 2, 0), *p.v.shape), arrays(draw, numbers(-2, 2, 0), *p.S0.shape)
+
+
+def slope(p, dO, dS, direction):
+    """The loss's exact slope along a direction [a Problem], by one run of the recurrence on dual numbers."""
+    moved = [np.frompyfunc(Dual, 2, 1)(x, d) for x, d in zip(p, direction, strict=True)]
+    O, S = exact.recurrence(*moved)
+    return getattr(np.sum(dO * O) + np.sum(dS * S), "slope", 0)
+
+
+@property_test
+@given(cases(), st.integers(1, 9))
+def test_chunkwise_backward_is_token_by_token(case, chunk_size):
+    p, dO, dS = case
+    same(exact.chunkwise_backward(*p, dO, dS, chunk_size=chunk_size), exact.recurrence_backward(*p, dO, dS))
+
+
+@property_test
+@given(cases(), st.data())
+def test_gradients_are_the_recurrence_s_own_derivative(case, data):
+    """Along any direction, dual numbers against the scalar product with the gradients; α moves by α times g's share."""
+    p, dO, dS = case
+    direction = Problem(*(arrays(data.draw, numbers(-2, 2), *x.shape) for x in p))
+    g = exact.recurrence_backward(*p, dO, dS)
+    shares = (g.dq, g.dk, g.dv, g.dg, g.dbeta, g.dS0)
+    wanted = sum(np.sum(x * d) for x, d in zip(shares, direction, strict=True))
+    assert slope(p, dO, dS, direction._replace(alpha=p.alpha * direction.alpha)) == wanted
+
+
+@pytest.mark.parametrize("T, K, V", [(1, 2, 2), (2, 2, 1), (3, 2, 1), (3, 1, 2)])
+def test_gradients_are_sympy_s_derivative(T, K, V):
+    p, up = symbolic(T, K, V), Upstream(entries("o", T, V), entries("s", K, V))
+    forms = exact.recurrence_backward(*p, *up), exact.chunkwise_backward(*p, *up, chunk_size=2)
+    for name, *found in zip(p._fields, *forms, strict=True):
+        wanted = by_sympy(p, up, name) * (p.alpha if name == "alpha" else 1)
+        for gradient in found:
+            equal(gradient, wanted, name)
+
+
+@property_test
+@given(cases(min_tokens=1), st.integers(1, 9))
+def test_backward_in_two_parts(case, chunk_size):
+    """The later tokens first; their dS0 is the earlier ones' dS."""
+    p, dO, dS = case
+    at = len(p.k) // 2
+    middle = exact.recurrence(*(x[:at] for x in p[:5]), p.S0).S
+    late = exact.chunkwise_backward(*(x[at:] for x in p[:5]), middle, dO[at:], dS, chunk_size=chunk_size)
+    early = exact.chunkwise_backward(*(x[:at] for x in p[:5]), p.S0, dO[:at], late.dS0, chunk_size=chunk_size)
+    joined = [np.concatenate([x, y]) for x, y in zip(early[:5], late[:5], strict=True)]
+    same([*joined, early.dS0], exact.recurrence_backward(*p, dO, dS))
+
+
+@property_test
+@given(cases(), st.integers(1, 9))
+def test_backward_in_float64_agrees(case, chunk_size):
+    p, dO, dS = case
+    p = p._replace(k=p.k / (2 * p.k.shape[1]))
+    floats = [x.astype(np.float64) for x in (*p, dO, dS)]
+    wanted = exact.recurrence_backward(*p, dO, dS)
+    for found in (exact.recurrence_backward(*floats), exact.chunkwise_backward(*floats, chunk_size=chunk_size)):
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == np.float64
+            np.testing.assert_allclose(a, b.astype(np.float64), rtol=1e-11, atol=1e-11)
+
+
+def float_case(T=50, K=6, V=5, decay=3, seed=0):
+    """Random float64 with log decays down to -decay, and gradients of the outputs."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((T, width)) for width in (K, K, V))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    p = Problem(q, k, v, np.exp(-decay * rng.uniform(0.5, 1, T)), rng.uniform(0, 1, T), rng.standard_normal((K, V)))
+    return p, rng.standard_normal((T, V)), rng.standard_normal((K, V))
+
+
+@pytest.mark.parametrize("form", BACKWARD)
+def test_zeros_are_zeros_in_float64(form):
+    """Not small: the first token of an empty memory, a reset, and whatever comes after the outputs looked at."""
+    p, dO, dS = float_case()
+    p.alpha[20] = 0
+    assert form(*p[:5], None, dO, dS).dg[0] == 0
+    assert form(*p, dO, dS).dg[20] == 0
+    dO[33:] = 0
+    for gradient in form(*p, dO)[:5]:
+        assert (gradient[33:] == 0).all() and (gradient[:33] != 0).any()
+
+
+@pytest.mark.parametrize("decay", [0.01, 1, 10, 40])
+def test_decay_gradient_keeps_its_digits(decay):
+    """(9.13) at gates up to e^-40: every token's dg to eleven digits, against the same numbers as Fractions."""
+    p, dO, _ = float_case(T=16, K=3, V=2, decay=decay)
+    p = Problem(*(np.ldexp(np.round(np.ldexp(x, 20 + int(2 * decay))), -20 - int(2 * decay)) for x in p))
+    whole = [np.frompyfunc(Fraction, 1, 1)(x) for x in (*p, dO)]
+    wanted = exact.recurrence_backward(*whole).dg.astype(np.float64)
+    for found in (exact.recurrence_backward(*p, dO), exact.chunkwise_backward(*p, dO, chunk_size=16)):
+        np.testing.assert_allclose(found.dg, wanted, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, object])
+@pytest.mark.parametrize("form", BACKWARD)
+def test_backward_of_no_tokens(form, dtype):
+    dS = np.arange(6).reshape(2, 3).astype(dtype)
+    *rows, dS0 = form(*(np.zeros(s, dtype) for s in ((0, 2), (0, 2), (0, 3), (0,), (0,))), None, None, dS)
+    assert [x.shape for x in rows] == [(0, 2), (0, 2), (0, 3), (0,), (0,)]
+    assert (dS0 == dS).all() and dS0.dtype == dtype and dS0 is not dS
+
+
+@pytest.mark.parametrize("form", BACKWARD)
+def test_backward_changes_nothing_given(form):
+    p, up = rational(6, 3, 2), rational(6, 3, 2, seed=1)
+    before = [x.copy() for x in (*p, up.v, up.S0)]
+    for gradient in form(*p, up.v, up.S0):
+        gradient[...] = 7
+    assert all((x == y).all() for x, y in zip((*p, up.v, up.S0), before, strict=True))
+
+
+@pytest.mark.parametrize("form", BACKWARD)
+def test_a_missing_gradient_is_a_zero_one(form):
+    p, up = rational(6, 3, 2), rational(6, 3, 2, seed=1)
+    same(form(*p, up.v), form(*p, up.v, up.S0 * 0))
+    same(form(*p, None, up.S0), form(*p, up.v * 0, up.S0))
+    same(form(*p), [x * 0 for x in form(*p, up.v)])
+
+
+@pytest.mark.parametrize("form", BACKWARD)
+def test_backward_names_a_wrong_shape(form):
+    p = rational(5, 3, 2)
+    with pytest.raises(ValueError, match=r"^dO: found shape \(4, 2\), expected \(5, 2\)"):
+        form(*p, p.v[1:])
+    with pytest.raises(ValueError, match=r"^dS: found shape \(2, 3\), expected \(3, 2\)"):
+        form(*p, p.v, p.S0.T)
+    with pytest.raises(ValueError, match="^q: found "):
+        form(p.q[1:], *p[1:], p.v)
+
+
+def test_backward_of_a_longer_rational_run():
+    p, up = rational(24, 3, 2), rational(24, 3, 2, seed=1)
+    for chunk_size in (5, 16, 64):
+        same(exact.chunkwise_backward(*p, up.v, up.S0, chunk_size=chunk_size),
+             exact.recurrence_backward(*p, up.v, up.S0))
 
 
 def test_no_float_no_exp_no_division_in_the_source():
