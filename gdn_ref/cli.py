@@ -1,6 +1,8 @@
 """The command line, python -m gdn_ref.  Exit status: 0 done, 1 something did not hold, 2 it could not be run."""
 
 import argparse
+import functools
+import importlib
 import os
 import sys
 
@@ -14,7 +16,21 @@ Each command below does one of the things this project is for.  Try, in this ord
   python -m gdn_ref prove --chapter 1     the first chapter's identities, in about a second
   python -m gdn_ref prove                 the whole book's algebra
   python -m gdn_ref demo                  train a small model and hold every form of the algorithm against float64
+  python -m gdn_ref check                 hold this package, or --impl anybody's, against the definition: a minute
+  python -m gdn_ref vectors DIR           test vectors for a port in another language
   python -m gdn_ref bench                 time it beside every other implementation that is there; needs a GPU
+"""
+
+CHECK = """\
+Holds an implementation of Gated DeltaNet against the definition, property by property: agreement with the float64
+token recurrence, exact resets, closed forms, causality, packing, layouts, padding, pools, gradients.  Without --impl it
+checks this package on this machine.  An error is a relative L2 norm, taken for each sequence and head by itself, so
+that a fault in one of them is not averaged away; the worst is reported with its bound and its input.
+"""
+
+VECTORS = """\
+Writes test vectors: small inputs with their float64 outputs, states and gradients, the bound to hold them to, and a
+README that says how to read them in any language.  The files are the same, byte for byte, wherever they are made.
 """
 
 BENCH = """\
@@ -87,17 +103,21 @@ def make_parser(argv):
     demo = sub.add_parser("demo", help="train a small model, compare every form on it", description=DEMO,
                           formatter_class=raw)
     demo.set_defaults(run=run_demo)
-    bench = sub.add_parser("bench", help="time it beside its peers on a GPU", description=BENCH, formatter_class=raw)
-    bench.set_defaults(run=run_bench)
+    parsers = {"prove": prove, "demo": demo}
+    for name, what, module, description in (
+        ("check", "hold an implementation against the definition", "check.command", CHECK),
+        ("vectors", "write test vectors for ports in other languages", "check.vectors", VECTORS),
+        ("bench", "time it beside its peers on a GPU", "bench", BENCH),
+    ):
+        parsers[name] = sub.add_parser(name, help=what, description=description, formatter_class=raw)
+        parsers[name].set_defaults(run=functools.partial(run_module, module))
+        if argv[:1] == [name]:
+            importlib.import_module(f"gdn_ref.{module}").add_arguments(parsers[name])
     if argv[:1] == ["demo"]:
         from .demo import add_arguments
 
         add_arguments(demo)
-    if argv[:1] == ["bench"]:
-        from .bench import add_arguments
-
-        add_arguments(bench)
-    return parser, {"prove": prove, "demo": demo, "bench": bench}
+    return parser, parsers
 
 
 def run_demo(args, parser):
@@ -107,11 +127,9 @@ def run_demo(args, parser):
     return run(args)
 
 
-def run_bench(args, parser):
-    """python -m gdn_ref bench."""
-    from .bench import main as run
-
-    return run(args, parser)
+def run_module(module, args, parser):
+    """The command that gdn_ref.<module> holds: check, vectors, bench."""
+    return importlib.import_module(f"gdn_ref.{module}").main(args, parser)
 
 
 # ---- prove -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ ARROWS = {
     "bench_tensors": {"bench_record", "bench_peers", "gates", "ops"},
     "bench_processes": {"bench_record", "bench_peers", "bench_tensors"},
     "bench": {"bench_record", "bench_peers", "bench_tensors", "bench_processes", "bench_figure", "demo_figure"},
-    "cli": {"identities", "demo", "bench", "serving", "layer", "ops"},
+    "check": {"exact", "recurrent", "gates", "__init__"},
+    "cli": {"identities", "demo", "bench", "check", "serving", "layer", "ops"},
     "__main__": {"cli"},
     "__init__": STAGES | {"ops", "serving", "layer"},
 }
