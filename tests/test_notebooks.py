@@ -28,6 +28,7 @@ CHAPTERS = (
     "07_range_and_precision",
     "10_affine_maps_compose",
     "11_serving",
+    "12_equation_to_triton",
 )
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
