@@ -257,19 +257,18 @@ def time_launches(run: Run, names: list[str]) -> None:
             run.row("cpu_call", text, name, statistics.median(rounds), ms_min=min(rounds))
 
 
-def time_cold(run: Run, op: str, names: list[str]) -> None:
-    """First calls, each in a new process."""
+def time_cold(run: Run, op: str, name: str, ahead: Beforehand) -> None:
+    """A first call in a new process."""
     kind = op.removeprefix("cold_")
     text = SMALL_DECODE if kind == "decode" else SMALL_FORWARD
-    for name in (name for name in names if kind in IMPLEMENTATIONS[name].ops):
-        if run.left < 5:
-            run.failed(op, text, name, NO_TIME)
-            continue
-        try:
-            make_call(name, kind, make_inputs(kind, parse_shape(text), seed=1))  # does it have one at all?
-            run.row(op, text, name, cold_ms(name, kind, text, run.left))
-        except Exception as error:  # named, and the others go on
-            run.failed(op, text, name, error)
+    if why := ahead.why_not(name, kind, text) or (NO_TIME if run.left < 5 else None):
+        run.failed(op, text, name, why)
+        return
+    try:
+        make_call(name, kind, make_inputs(kind, parse_shape(text), seed=1))  # does it have one at all?
+        run.row(op, text, name, cold_ms(name, kind, text, run.left))
+    except Exception as error:  # named, and the others go on
+        run.failed(op, text, name, error)
 
 
 @torch.no_grad()
@@ -298,8 +297,8 @@ def measure(names: list[str], ops: list[str], shapes: dict[str, list[str]], budg
         time_launches(run, [n for n in run.names if not ahead.why_not(n, "fwd", SMALL_FORWARD)])
     cold = [op for op in ("cold_decode", "cold_fwd", "cold_fwdbwd") if op in ops]
     for name in run.names:  # ours first, so that a short budget cuts a peer
-        for op in cold:
-            time_cold(run, op, [name])
+        for op in (op for op in cold if op.removeprefix("cold_") in IMPLEMENTATIONS[name].ops):
+            time_cold(run, op, name, ahead)
             keep(run.document)
     keep(run.document)
     return run.document

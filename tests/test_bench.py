@@ -715,6 +715,17 @@ def test_a_peer_that_breaks_stops_nobody(peers_there, monkeypatch):
     assert "error_o" not in cases["fwd"]["1x70 1/2"]["gdn_ref"]
 
 
+def test_what_did_not_compile_is_not_started_again(peers_there, monkeypatch):
+    refused = "RuntimeError: not with this Triton"
+    monkeypatch.setattr(Compiled, "failed", {("fla", "fwdbwd", text): refused for text in ("1x70 1/2", "1x64 1/1")})
+    called = []
+    monkeypatch.setattr(bench, "cold_ms", lambda name, op, *rest: called.append((name, op)) or 1.0)
+    document = run_all(check=False)
+    assert ("fla", "fwd") in called and ("fla", "fwdbwd") not in called and ("gdn_ref", "fwdbwd") in called
+    why = {f["op"]: f["error"] for f in document["failures"] if f["impl"] == "fla"}
+    assert why == {"fwdbwd": refused, "cold_fwdbwd": refused}
+
+
 def test_a_failure_is_a_line_that_names_no_folder(peers_there, capsys):
     run = bench.Run(["gdn_ref"], budget=10)
     run.failed("fwd", "1x8 1/1", "fla", RuntimeError("nvcc: /tmp/some.where/x-1/kernel.cu(3): error\nand much more"))
