@@ -26,6 +26,8 @@ CHAPTERS = (
     "05_gate",
     "06_inverse",
     "07_range_and_precision",
+    "08_backward_token",
+    "09_backward_chunk",
     "10_affine_maps_compose",
     "11_serving",
     "12_equation_to_triton",
