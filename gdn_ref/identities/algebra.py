@@ -202,9 +202,9 @@ def is_zero(x):
     """Decide x = 0 exactly, for a number or an expression, by expansion; never by sampling, never by simplify."""
     if isinstance(x, (int, Fraction, np.integer)):
         return x == 0
-    if not x.is_commutative:
-        return sp.expand(x) == 0
-    return sp.expand(sp.numer(sp.together(x))) == 0
+    if sp.expand(x) == 0:
+        return True
+    return bool(x.is_commutative) and sp.expand(sp.numer(sp.together(x))) == 0
 
 
 def forbid_floats(array):
