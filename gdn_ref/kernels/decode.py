@@ -45,7 +45,7 @@ def decode_kernel(
     hk = h // (HV // H)
 
     # load: a skipped or fresh request reads no column of the state; what the slot holds, NaN too, must not enter by a
-    # product.
+    # product. The cache need not keep a state that nobody asks for again before the next step.
     slot = tl.load(slots + n).to(tl.int64)
     live = slot >= 0
     written = tl.where(live, K, 0)
@@ -54,7 +54,8 @@ def decode_kernel(
         read = tl.where(tl.load(known + n) != 0, written, 0)
     inside = (rows < V)[:, None]
     home = pool + slot * pool_slot + h * pool_head + rows.to(tl.int64)[:, None] * pool_row + columns[None, :]
-    S = tl.load(home, mask=inside & (columns < read)[None, :], other=0.0).to(tl.float32)  # [BV, BK], S transposed
+    S = tl.load(home, mask=inside & (columns < read)[None, :], other=0.0, eviction_policy="evict_first")
+    S = S.to(tl.float32)  # [BV, BK], S transposed
     rate, bias = tl.load(A_log + h).to(tl.float32), tl.load(dt_bias + h).to(tl.float32)
 
     t = tl.zeros([], tl.int64)
@@ -78,10 +79,11 @@ def decode_kernel(
         place = ((n * T + t) * HV + h) * V + rows
         tl.store(o + place, tl.where(live, b_o, 0.0).to(o.dtype.element_ty), mask=rows < V)
         if KEEP:
-            kept = tl.where(live, S, 0.0).to(states.dtype.element_ty)
-            tl.store(states + place[:, None] * K + columns[None, :], kept, mask=inside & (columns < K)[None, :])
+            copy = tl.where(live, S, 0.0).to(states.dtype.element_ty)
+            tl.store(states + place[:, None] * K + columns[None, :], copy, mask=inside & (columns < K)[None, :])
         t += 1
-    tl.store(home, S.to(pool.dtype.element_ty), mask=inside & (columns < written)[None, :])
+    kept = inside & (columns < written)[None, :]
+    tl.store(home, S.to(pool.dtype.element_ty), mask=kept, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -15,12 +15,14 @@ import triton
 from torch import Tensor
 from triton.runtime import interpreter
 
-from .prep import prepare_kernel
+from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel
 from .targets import CompileTarget
 
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
+# Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
+HEADS_A_PROGRAM = 16
 
 
 class Config(NamedTuple):
@@ -105,7 +107,8 @@ def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences:
 
 def choose_segments(device: Device, config: Config, programs: int, chunks: int, K: int, itemsize: int) -> int:
     """Into how many segments a sequence is cut. It pays where the heads leave most of the processors idle, for the map
-    of a segment costs as much again as the scan of it, and every segment composes those before it."""
+    of a segment of a head that remembers costs as much again as the scan of it, and every segment composes those before
+    it."""
     fits = itemsize == 2 and config.BV <= power_of_two(K) <= 128
     if programs * 2 > device.processors or chunks < 64 or not fits:
         return 1
@@ -132,54 +135,56 @@ if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor")
 
 
 class Launch:
-    """One kernel with all but its tensors fixed; called through Triton once, from then on directly."""
+    """One kernel with all but its tensors fixed; called through Triton once, from then on directly, with addresses:
+    then nobody looks at the tensors again."""
 
     def __init__(self, kernel, programs: int, constants: tuple, **options):
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
         self.run = None
 
-    def __call__(self, *tensors) -> None:
+    def __call__(self, tensors: tuple, addresses: tuple) -> None:
         if self.run is None:
             compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
             if hasattr(compiled, "asm"):  # not where kernels are interpreted
                 self.run = compiled[self.grid]
         else:
-            self.run(*tensors, *self.constants)
+            self.run(*addresses, *self.constants)
 
 
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
     def __init__(self, launches: tuple, shapes: dict, device, tma: bool, to_arrange: bool, out: torch.dtype):
-        self.prepare, self.segment, self.scan = launches
-        self.shapes = shapes  # shape and dtype of what is allocated, by name
+        self.decay, self.prepare, self.segment, self.scan = launches
+        self.shapes = [(name, *x) for name, x in shapes.items()]  # name, shape and dtype of what is allocated
         self.device, self.tma, self.to_arrange, self.out = device, tma, to_arrange, out
 
     def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial) -> tuple[Tensor, Tensor | None]:
         """Outputs [B,T,HV,V] and the final states or None, from the inputs of chunk_forward as they came."""
         if self.to_arrange:
             q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
-        if self.device.type == "cpu":
-            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+        inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+        if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
+            return self._launch(*inputs)
         with torch.cuda.device(self.device):
-            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+            return self._launch(*inputs)
 
     def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
-        tiles, factors, o = self._empty("tiles"), self._empty("factors"), self._empty("o")
-        final = self._empty("final") if "final" in self.shapes else None
+        made = {name: torch.empty(shape, dtype=dtype, device=self.device) for name, shape, dtype in self.shapes}
+        tiles, factors, o, final = made["tiles"], made["factors"], made["o"], made.get("final")
+        R, B, forgets = made.get("R"), made.get("B"), made.get("forgets")
         if self.tma:
             triton.set_allocator(_scratch)
-        self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, factors, o)
-        R = B = None
+        self._call(self.decay, g, beta, A_log, dt_bias, cu_seqlens, factors)
+        self._call(self.prepare, q, k, cu_seqlens, tiles, factors, o)
         if self.segment is not None:
-            R, B = self._empty("R"), self._empty("B")
-            self.segment(k, v, tiles, factors, R, B)
-        self.scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B)
+            self._call(self.segment, k, v, tiles, factors, R, B, forgets)
+        self._call(self.scan, q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets)
         return (o if o.dtype == self.out else o.to(self.out)), final
 
-    def _empty(self, name: str) -> Tensor:
-        shape, dtype = self.shapes[name]
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    @staticmethod
+    def _call(launch: Launch, *tensors: Tensor | None) -> None:
+        launch(tensors, tuple([x if x is None else x.data_ptr() for x in tensors]))
 
 
 _plans: dict[tuple, Plan] = {}
@@ -307,11 +312,15 @@ def make_plan(
     length = -(-NT // segments)
     segments = -(-NT // length)
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
+    heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(HV))
+    decay = Launch(
+        decay_kernel, slots * -(-HV // heads),
+        (T, N, slots, g_, b_, HV, C, heads, packed, g is not None, A_log is not None, dt_bias is not None,
+         beta is not None, beta_is_raw, 2.0 if allow_neg_eigval else 1.0),
+    )  # fmt: skip
     prepare = Launch(
         prepare_kernel, slots * HV,
-        (T, N, slots, scale, q_, k_, g_, b_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm,
-         g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
-         2.0 if allow_neg_eigval else 1.0),
+        (T, N, slots, scale, q_, k_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm, segments > 1),
         num_warps=config.prepare_warps, num_stages=1,
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
@@ -326,7 +335,8 @@ def make_plan(
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
-    shapes = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, 5, C), single), "o": (v.shape, q.dtype)}
+    shapes = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
+    shapes["o"] = v.shape, q.dtype
     if output_final_state:
         shapes["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
     segment = None
@@ -336,8 +346,9 @@ def make_plan(
         segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
         shapes["R"] = (N * segments * HV, 2, BK, BK), q.dtype
         shapes["B"] = (N * segments * HV, NV * config.BV, BK), single
+        shapes["forgets"] = (N * segments * HV,), torch.int32
     to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
-    return Plan((prepare, segment, scan), shapes, q.device, tma, to_arrange, out)
+    return Plan((decay, prepare, segment, scan), shapes, q.device, tma, to_arrange, out)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
@@ -366,14 +377,14 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
     if not all_kernels:
         return targets
-    prepare = {
-        **shape, "BV": K, "PACKED": False, "NORM": False, "HAS_G": True, "RAW_G": False, "HAS_BIAS": False,
-        "HAS_BETA": True, "RAW_BETA": False, "LARGEST_BETA": 1.0,
-    }  # fmt: skip
+    prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
     how = {"num_warps": config.prepare_warps, "hot": dtype != "fp32"}
     targets.append(_target(f"prepare/{where}", prepare_kernel, dtype, prepare, **how))
-    raw = {"PACKED": True, "NORM": True, "RAW_G": True, "HAS_BIAS": True, "RAW_BETA": True}
-    targets.append(_target(f"prepare/{where}/packed/raw", prepare_kernel, dtype, {**prepare, **raw}, **how))
+    raw = {"PACKED": True, "NORM": True, "BOUND": False}
+    targets.append(_target(f"prepare/{where}/packed/norm", prepare_kernel, dtype, {**prepare, **raw}, **how))
+    gates = {**shape, "BH": HEADS_A_PROGRAM, "PACKED": True, "LARGEST_BETA": 1.0}
+    gates |= dict.fromkeys(("HAS_G", "RAW_G", "HAS_BIAS", "HAS_BETA", "RAW_BETA"), True)
+    targets.append(_target(f"decay/{where}/raw", decay_kernel, dtype, gates, num_warps=4, hot=dtype != "fp32"))
     if dtype != "fp32" and K <= 128:
         dense = {**scan, "PACKED": False, "SEGMENTED": True}
         targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
@@ -385,6 +396,7 @@ def _target(name: str, kernel, dtype: str, constants: dict, **options) -> Compil
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "R")}}
     known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
     known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
+    known["forgets"] = "*i32"
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith("initial_"))

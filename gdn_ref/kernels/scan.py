@@ -13,8 +13,12 @@ No factor W is ever formed.
 import triton
 import triton.language as tl
 
-from .prep import unscaled
+from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE, unscaled
 from .tiles import first_slot, load_rows, store_rows
+
+# A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
+FORGOTTEN = tl.constexpr(-160.0)
+CHUNKS_A_LOOK = tl.constexpr(8)
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def scan_kernel(
-    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B,
+    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets,
     T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, V_FIRST: tl.constexpr,
@@ -83,8 +87,8 @@ def scan_kernel(
 ):  # fmt: skip
     """BV columns of V of one value head of one sequence, or of one of its segments, chunk after chunk.
 
-    q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B: see segment_kernel. Writes o
-    [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
+    q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B, forgets: see segment_kernel.
+    Writes o [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -124,7 +128,11 @@ def scan_kernel(
         p_B = B + n.to(tl.int64) * maps * (NV * BV * BK) + row_v[:, None] * BK + row_k[None, :]
         for s in tl.range(0, segment, num_stages=1):
             z = s * HV + h
-            S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_B + z.to(tl.int64) * (NV * BV * BK), BK, TMA)
+            p_Bz = p_B + z.to(tl.int64) * (NV * BV * BK)
+            if tl.load(forgets + n.to(tl.int64) * maps + z) != 0:
+                S = tl.load(p_Bz)  # (10.1) with R = 0
+            else:
+                S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_Bz, BK, TMA)
         first = segment * length
         last = tl.minimum(first + length, NT)
 
@@ -137,9 +145,10 @@ def scan_kernel(
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
         b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (5 * C)
-        read, write, query = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 2 * C + i)
-        score, end = tl.load(p_factors + 3 * C + i), tl.load(p_factors + 4 * C)
+        p_factors = factors + (base + chunk) * (FACTORS * C)
+        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
+        end = tl.load(p_factors + END * C)
         # compute
         b_S = S.to(b_k.dtype)
         S, E, top = step(S, b_k, b_v, b_A, read, write, end)
@@ -158,9 +167,26 @@ def scan_kernel(
             tl.store(p_final, S, mask=inside)
 
 
+@triton.jit
+def remembered(p_bound, first, last, C: tl.constexpr):
+    """(the chunk from which on a segment must be run, whether its end knows nothing of what was before it).
+
+    p_bound: of chunk 0, the log2 bound of what a chunk's map lets through. The product of the last few maps may be 0
+    already; then what lies before them has no say in the state at the segment's end, and nothing is lost by starting
+    there from any state at all.
+    """
+    chunk, through = last, 0.0
+    while (chunk > first) & (through > FORGOTTEN):
+        chunk -= CHUNKS_A_LOOK
+        looked_at = chunk + tl.arange(0, CHUNKS_A_LOOK)
+        bounds = tl.load(p_bound + looked_at.to(tl.int64) * (FACTORS * C), mask=looked_at >= first, other=0.0)
+        through += tl.sum(bounds, 0)
+    return tl.maximum(chunk, first), through <= FORGOTTEN
+
+
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def segment_kernel(
-    k, v, tiles, factors, R, B, T, slots, segments, length, k_stride, v_stride,
+    k, v, tiles, factors, R, B, forgets, T, slots, segments, length, k_stride, v_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +194,9 @@ def segment_kernel(
 
     The same steps, started elsewhere: from S = 0 on V they give B, from S = I on V = 0 they give R. A program does BV
     rows of either. R [.., 2, BK, BK] is kept as two halves in the dtype of the products: the second is what the first
-    has rounded away. B is [.., V, BK] in float32, V filled up to whole blocks.
+    has rounded away. B is [.., V, BK] in float32, V filled up to whole blocks. Where the decays leave nothing of the
+    state before the segment, forgets is 1, R is 0 and not written, and B takes the last few chunks only. So a head
+    that forgets costs next to nothing here, and one that remembers as much again as its scan; nothing is dropped.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     NR: tl.constexpr = (BK + BV - 1) // BV
@@ -181,6 +209,14 @@ def segment_kernel(
     iv = tl.where(of_B, block, 0)
     start = n.to(tl.int64) * T
     base = h.to(tl.int64) * slots + n * tl.cdiv(T, C)
+    z = ((n * segments + segment) * HV + h).to(tl.int64)
+    last = (segment + 1) * length
+    p_bound = factors + base * (FACTORS * C) + END * C + 1
+    first, forgotten = remembered(p_bound, segment * length, last, C)
+    if block == NV:
+        tl.store(forgets + z, forgotten.to(tl.int32))
+    if forgotten & (block >= NV):
+        return
     width = V - iv * BV
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, T, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, T, width, C, BV, TMA)
@@ -191,17 +227,17 @@ def segment_kernel(
     S = tl.where((row_R[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
 
     i = tl.arange(0, C)
-    for chunk in tl.range(segment * length, (segment + 1) * length, num_stages=STAGES):
+    for chunk in tl.range(first, last, num_stages=STAGES):
         row_C = chunk * C
         b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
         b_A = read_tile(m_tiles, 2 * row_C, C, 2 * NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row_C, v_stride, T, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (5 * C)
-        read, write, end = tl.load(p_factors + i), tl.load(p_factors + C + i), tl.load(p_factors + 4 * C)
+        p_factors = factors + (base + chunk) * (FACTORS * C)
+        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        end = tl.load(p_factors + END * C)
         b_v = tl.where(of_B, b_v, 0.0)
         S, _, _ = step(S, b_k, b_v, b_A, read, write, end)
 
-    z = ((n * segments + segment) * HV + h).to(tl.int64)
     if of_B:
         tl.store(B + z * (NV * BV * BK) + (iv * BV + row)[:, None] * BK + column[None, :], S)
     else:
