@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from . import cases
@@ -55,11 +57,11 @@ def gradient_of_the_state(probe: Probe) -> None:
     recipe = probe.fit(T=70, decays="slow", note="the loss reads the final state alone")
     with probe.case(recipe):
         call = probe.make(recipe)
-        found, right = (_of_the_state(*pair) for pair in ((call, probe.run), (cases.widened(call), cases.definition)))
-        probe.compare(found, right, call, recipe)
+        right = functools.partial(_of_the_state, cases.definition)
+        probe.compare(_of_the_state(probe.run, call), right(cases.widened(call)), call, recipe, right)
 
 
-def _of_the_state(call, run) -> dict:
+def _of_the_state(run, call) -> dict:
     call, leaves = cases.with_leaves(call)
     o, state = run(call)
     if not state.requires_grad:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,9 @@ class Recipe(NamedTuple):
 
     def text(self) -> str:
         """In words, for a report."""
-        size = f"lengths {'+'.join(map(str, self.lengths))}" if self.lengths else f"B={self.B} T={self.T}"
+        runs = [(n, len(list(same))) for n, same in itertools.groupby(self.lengths or ())]
+        lengths = "+".join(str(n) if many == 1 else f"{many}x{n}" for n, many in runs)
+        size = f"lengths {lengths}" if self.lengths else f"B={self.B} T={self.T}"
         words = [f"{size} H={self.H} HV={self.HV} K={self.K} V={self.V} {self.dtype}",
                  f"{self.keys} keys", f"{self.decays} decays", f"beta {self.beta}"]  # fmt: skip
         words += [] if self.state else ["zero state"]
@@ -248,17 +251,18 @@ def _norms(x: Tensor, call: Call, kind: str) -> Tensor:
     return torch.stack([x[0, a:b].square().sum((0, 2)).sqrt() for a, b in pieces])
 
 
-def conditioning(call: Call, right: dict, names: list[str], unit_roundoff: float, with_state: bool) -> dict:
+def conditioning(call: Call, right: dict, names: list[str], unit_roundoff: float, reference: Callable) -> dict:
     """{name: change [N, heads] of the exact gradients when the inputs move by half a unit in their last place}.
 
-    Root mean square of four tries. Where it is large the problem itself asks for more digits than the inputs carry.
+    reference: gives the exact ones of a float64 call. Root mean square of four tries. Where it is large the problem
+    itself asks for more digits than the inputs carry.
     """
     wide, tries = widened(call), []
     for n in range(4):
         source = Source("rounding", n)
         moved = {m: getattr(wide, m) for m in LEAVES if getattr(wide, m) is not None}
         moved = {m: x * (1 + unit_roundoff * torch.sign(source.normal(*x.shape))) for m, x in moved.items()}
-        found = expected(wide._replace(**moved), True, with_state)
+        found = reference(wide._replace(**moved))
         tries.append({m: relative_l2(found[m], right[m], call, kind_of(m)) for m in names})
     return {m: torch.stack([t[m] for t in tries]).square().mean(0).sqrt() for m in names}
 

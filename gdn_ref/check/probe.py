@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -108,8 +108,10 @@ class Probe:
             right = _remembered(recipe._replace(note=""), tuple(sorted(options.items())), gradients, "state" in found)
             self.compare(found, right, call, recipe)
 
-    def compare(self, found: dict, right: dict, call: Call, recipe: Recipe) -> None:
+    def compare(self, found: dict, right: dict, call: Call, recipe: Recipe, reference: Callable | None = None) -> None:
         """Each tensor found against the right one, sequence by sequence and head by head; the worst of each is kept.
+
+        reference: what gives `right` for a call, where that is not cases.expected with gradients.
 
         A gradient may cancel to next to nothing, and then no code in this dtype can be right to the bound. So where it
         is out of bounds, a multiple (SLACK) of what the exact gradient itself moves by is allowed, if that is more,
@@ -120,7 +122,8 @@ class Probe:
         allowed = {n: torch.full_like(e, getattr(bounds, n, bounds.gradient)) for n, e in errors.items()}
         over = [n for n in errors if n.startswith("d") and (errors[n] > allowed[n]).any()]
         if over:
-            moved = cases.conditioning(call, right, over, UNIT_ROUNDOFF[recipe.dtype], "state" in found)
+            reference = reference or functools.partial(cases.expected, wanted=True, with_state="state" in found)
+            moved = cases.conditioning(call, right, over, UNIT_ROUNDOFF[recipe.dtype], reference)
             allowed |= {n: torch.maximum(allowed[n], SLACK[recipe.dtype] * moved[n]) for n in over}
         for name, error in errors.items():
             self._keep_worst(name, error, allowed[name], recipe)

@@ -88,8 +88,13 @@ def empty_sequences(probe: Probe) -> None:
 @holds("many sequences", "more than 65535 / HV of them do not fit the second axis of a launch grid", chapter=11,
        needs="packed", full=True)  # fmt: skip
 def many_sequences(probe: Probe) -> None:
-    """2100 sequences of one token with 32 heads; values alone tell them apart."""
-    probe.agrees(lengths=(1,) * 2100, H=16, HV=32, K=16, V=16, state=False)
+    """2100 sequences of one token with 32 heads. As a whole: a query may all but miss its only key."""
+    recipe = probe.fit(lengths=(1,) * 2100, H=16, HV=32, K=16, V=16, state=False)
+    with probe.case(recipe):
+        call = probe.make(recipe)
+        right = expected(call)
+        for name, x in probe.forward(call).items():
+            probe.same(x, right[name], f"{name} of all sequences", recipe)
 
 
 @holds("padding", "beta = 0 and g = 0 make a token that changes nothing, whatever its key and value", chapter=11)
