@@ -5,10 +5,10 @@ The stages take tokens as they arrive ([B,T,HV,...], packed or not) and read lik
     chunk_local_cumsum -> chunk_scaled_dot_kkt_fwd -> solve_tril -> recompute_w_u_fwd -> chunk_states -> chunk_output
 
 The pass that the op runs takes the same steps for a group of chunks at a time, small enough that what lies between two
-products stays in the cache: prepare_chunks all that needs no state, scan_chunks the rest, chunk by chunk. Autograd
-differentiates it; without gradients it writes into memory that is used again from group to group.
+products stays in the cache: prepare_chunks all that needs no state, scan_chunks the rest, chunk by chunk. It writes
+into memory that is used again from group to group; its gradient is in chunkwise_backward.py.
 
-Book: chapters 3 to 7.
+Book: chapters 3 to 7, and 9 for the errors as it calculates them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import FLOATS, STAGE_AXES, check_stage, check_tensor
 from .chunks import (
+    Batch,
     Slots,
-    fitting_chunk,
+    join_states,
+    join_tokens,
     power_of_two,
     prepare_chunk_indices,
     scan_batches,
@@ -55,7 +56,7 @@ def cumulative_decay(g: Tensor) -> Tensor:
     return g.clamp(min=SMALLEST_LOG_DECAY[g.dtype]).double().cumsum(-1) * LOG2E  # (7.2)
 
 
-def decay_matrix(G: Tensor, dtype: torch.dtype) -> Tensor:
+def decay_matrix(G: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Gamma_ij = 2^(G_i - G_j) at and below the diagonal, else 0. [..., C] float64 -> [..., C, C]   (7.1)
 
     Every G is split into a whole number, whose differences float32 holds exactly, and a rest below 1, whose power is a
@@ -65,7 +66,7 @@ def decay_matrix(G: Tensor, dtype: torch.dtype) -> Tensor:
     C, whole = G.shape[-1], G.round()
     rest, whole = (G - whole).to(dtype), whole.to(dtype)
     mask = torch.full((C, C), -math.inf, dtype=dtype, device=G.device).triu(1)
-    exponent = (whole[..., :, None] - whole[..., None, :]).add_(mask)
+    exponent = torch.sub(whole[..., :, None], whole[..., None, :], out=out).add_(mask)
     return exponent.exp2_().mul_(rest.exp2()[..., :, None]).mul_((-rest).exp2()[..., None, :])  # (7.1)
 
 
@@ -75,129 +76,119 @@ class Decays(NamedTuple):
     tail: Tensor  # [..., C] up to the chunk's end
 
 
-class ChunkDecays(torch.autograd.Function):
-    """All three decays of a chunk from its g [..., C] (natural log).
-
-    Its gradient adds up just the pairs that a decay lies between: g_t meets Gamma_ij where j < t <= i. The sum over
-    rows less the sum over columns says the same, but large shares cancel there, and a small gradient drowns in noise.
-    """
-
-    @staticmethod
-    def forward(ctx, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        G = cumulative_decay(g)
-        decays = (decay_matrix(G, g.dtype), G.exp2().to(g.dtype), (G[..., -1:] - G).exp2().to(g.dtype))
-        ctx.save_for_backward(*decays)
-        return decays
-
-    @staticmethod
-    def backward(ctx, *upstream: Tensor) -> Tensor:
-        pairs, starts, ends = (d * x for d, x in zip(upstream, ctx.saved_tensors, strict=True))
-        between = pairs.cumsum(-1)[..., 1:, :-1].tril().sum(-2)  # the sum over j < t <= i, for t = 2 .. C
-        dg = starts.flip(-1).cumsum(-1).flip(-1)
-        return dg + F.pad(between + ends.cumsum(-1)[..., :-1], (1, 0))
+def chunk_decays(g: Tensor, out: Tensor | None = None) -> Decays:
+    """All three decays of a chunk from its g [..., C] (natural log); Gamma in the memory of out, if given."""
+    G = cumulative_decay(g)
+    return Decays(decay_matrix(G, g.dtype, out), G.exp2().to(g.dtype), (G[..., -1:] - G).exp2().to(g.dtype))
 
 
-class UnitLowerInverse(torch.autograd.Function):
-    """(I + L)^-1 for L [M, C, C]; only what lies below the diagonal of L is read.
+def unit_lower_inverse(L: Tensor, out: Tensor | None = None) -> Tensor:
+    """(I + L)^-1 for L [M, C, C]; only what lies below the diagonal of L is read. Differentiable where out is None.
 
     Forward substitution (6.3). No power of L is ever formed: for repeated keys those reach 1e18 while the inverse stays
     near 1 (6.6), (6.7).
     """
-
-    @staticmethod
-    def forward(ctx, L: Tensor) -> Tensor:
-        eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-        # On the transpose, which is how LAPACK stores it: neither L nor the result is copied.
-        X = torch.linalg.solve_triangular(L.mT, eye, upper=True, unitriangular=True).mT  # (6.3)
-        ctx.save_for_backward(X)
-        return X
-
-    @staticmethod
-    def backward(ctx, dX: Tensor) -> Tensor:
-        (X,) = ctx.saved_tensors
-        return -(X.mT @ dX @ X.mT).tril(-1)  # d(X) = -X dL X
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    # On the transpose, which is how LAPACK stores it: neither L nor the result is copied.
+    out = None if out is None else out.mT
+    return torch.linalg.solve_triangular(L.mT, eye, upper=True, unitriangular=True, out=out).mT  # (6.3)
 
 
 # ----------------------------------------------------------------------------------------- the pass that the op runs
 
 
 class Buffers:
-    """Memory that is used again from chunk to chunk; None, that is fresh memory, where autograd needs every value."""
+    """Memory by name, used again from group to group: the cache holds it, and no fresh page has to be fetched."""
 
-    def __init__(self, reuse: bool, like: Tensor, dtype: torch.dtype):
-        self._reuse, self._like, self._dtype, self._kept = reuse, like, dtype, {}
+    def __init__(self, like: Tensor):
+        self._like, self._held = like, {}
 
-    def __call__(self, name: str, *shape: int) -> Tensor | None:
-        if not self._reuse:
-            return None
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != shape:
-            kept = self._kept[name] = self._like.new_empty(shape, dtype=self._dtype)
-        return kept
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """Memory of that name in that shape, with whatever was left in it."""
+        held, size = self._held.get(name), math.prod(shape)
+        if held is None or held.numel() < size:
+            held = self._held[name] = self._like.new_empty(size)
+        return held.view(-1)[:size].view(shape)
 
-    def copy(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in its own contiguous memory and the given dtype."""
-        kept = self(name, *x.shape)
-        return x.to(dtype).contiguous() if kept is None else kept.copy_(x)
+    def lend(self, **memory: Tensor) -> None:
+        """Memory of the caller's own, for results that are to stay."""
+        self._held.update(memory)
 
-    def scale(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x * factor, in the place of x where memory is used again."""
-        return x.mul_(factor) if self._reuse else x * factor
+    def copy(self, name: str, x: Tensor) -> Tensor:
+        """x in its own contiguous memory, in the dtype of the arithmetic."""
+        return self(name, *x.shape).copy_(x)
 
-    def add_product(self, x: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
-        """x + alpha a @ b, in the place of x where memory is used again."""
-        return x.baddbmm_(a, b, alpha=alpha) if self._reuse else torch.baddbmm(x, a, b, alpha=alpha)
+
+class Kept(NamedTuple):
+    """What the forward pass leaves for the backward pass; M = chunks * HV rows, m = chunks * H."""
+
+    S: Tensor  # [M, K, V] the state before the chunk
+    R: Tensor  # [M, C, V] the errors
+    A: Tensor  # [M, C, C] A_r, the inverse
+    Gamma: Tensor  # [M, C, C]
+    QK: Tensor  # [m, C, C] Q K^T
+    KK: Tensor  # [m, C, C] K K^T
+
+    @staticmethod
+    def empty(like: Tensor, k: Tensor, v: Tensor) -> Kept:
+        """Memory for the chunks of k [NC,C,H,K] and v [NC,C,HV,V], in the dtype of like."""
+        (NC, C, H, K), (HV, V) = k.shape, v.shape[2:]
+        M, m = NC * HV, NC * H
+        shapes = ((M, K, V), (M, C, V), (M, C, C), (M, C, C), (m, C, C), (m, C, C))
+        return Kept(*(like.new_empty(shape) for shape in shapes))
+
+    def of(self, chunks: slice, H: int, HV: int) -> Kept:
+        """The part of some chunks."""
+        heads = HV, HV, HV, HV, H, H
+        return Kept(*(x[chunks.start * n : chunks.stop * n] for x, n in zip(self, heads, strict=True)))
 
 
 class Prepared(NamedTuple):
     """What a group of chunks needs before its states are known; M = chunks * HV rows."""
 
-    w: Tensor  # [M, C, K] A diag(beta gamma) K
-    u: Tensor  # [M, C, V] A diag(beta) V; the scan turns it into E where nothing is differentiated
-    q: Tensor  # [M, C, K]
-    kT: Tensor  # [M, K, C]
-    gamma: Tensor  # [M, C, 1] decay since the chunk's start
-    tail: Tensor  # [M, C, 1] decay up to the chunk's end
-    scores: Tensor  # [M, C, C] Gamma * (Q K^T)
+    q: Tensor  # [M, C, K] diag(gamma) Q
+    P: Tensor  # [M, C, C] (Gamma * (Q K^T)) diag(beta)
+    k: Tensor  # [M, C, K] diag(beta gamma_C / gamma) K
+    w: Tensor  # [M, C, K] A_r diag(gamma) K
+    u: Tensor  # [M, C, V] A_r V; the scan turns it into the errors R
+    gamma_C: Tensor  # [M, 1, 1] decay of the whole chunk
 
 
 def prepare_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buffer: Buffers) -> Prepared:
     """Everything that does not depend on the state, for all chunks of a group at once.
 
     q, k: [m,C,H,K]; v: [m,C,HV,V]; g (natural log), beta: [m,C,HV] in the dtype of the arithmetic. Products with keys
-    are taken once a key head; its R = HV/H value heads share them.
+    are taken once a key head; its R = HV/H value heads share them. beta stands on the right of the inverse, so that
+    the errors come out and not the deltas: the backward pass needs those (9.3).
     """
     (m, C, H, K), (HV, V) = k.shape, v.shape[2:]
-    R, dtype = HV // H, beta.dtype
-    g, beta = (x.transpose(1, 2).reshape(m, H, R, C) for x in (g, beta))
-    Gamma, gamma, tail = ChunkDecays.apply(g)
-    gamma, tail, beta = gamma[..., None], tail[..., None], beta[..., None]  # [m, H, R, C, 1]
-    # Rows of keys serve W alone and come scaled; everything else takes them as columns, since a product with a
-    # transposed view is half as fast.
-    q, kT = buffer.copy("q", q.transpose(1, 2), dtype), buffer.copy("kT", k.permute(0, 2, 3, 1), dtype)
-    A, scores = _intra_chunk(q, kT, Gamma, beta, buffer)
-    keys = torch.mul(k.transpose(1, 2)[:, :, None], beta * gamma, out=buffer("keys", m, H, R, C, K))
-    values = torch.mul(v.transpose(1, 2).unflatten(1, (H, R)), beta, out=buffer("values", m, H, R, C, V))
-    w = torch.bmm(A, keys.reshape(-1, C, K), out=buffer("w", m * HV, C, K))  # (5.3)
-    u = torch.bmm(A, values.reshape(-1, C, V), out=buffer("u", m * HV, C, V))  # (5.3)
-    q, kT = (x[:, :, None].expand(m, H, R, *x.shape[2:]) for x in (q, kT))
-    return Prepared(w, u, *(x.flatten(0, 2) for x in (q, kT, gamma, tail)), scores)
+    heads = m, H, HV // H, C
+    g, beta = (x.transpose(1, 2).reshape(heads) for x in (g, beta))
+    Gamma, gamma, tail = chunk_decays(g, buffer("Gamma", m * HV, C, C).view(*heads, C))
+    q, keys = buffer.copy("q", q.transpose(1, 2)), k.transpose(1, 2)[:, :, None]  # [m, H, C, K], [m, H, 1, C, K]
+    A, P = _intra_chunk(q, buffer.copy("kT", k.permute(0, 2, 3, 1)), Gamma, beta, buffer)
+    queries = torch.mul(q[:, :, None], gamma[..., None], out=buffer("queries", *heads, K))
+    reading = torch.mul(keys, gamma[..., None], out=buffer("reading", *heads, K))
+    writing = torch.mul(keys, (beta * tail)[..., None], out=buffer("writing", *heads, K))
+    values = buffer.copy("values", v.transpose(1, 2)).flatten(0, 1)
+    w = torch.bmm(A, reading.flatten(0, 2), out=buffer("w", m * HV, C, K))  # (9.3)
+    u = torch.bmm(A, values, out=buffer("R", m * HV, C, V))  # (9.3)
+    return Prepared(queries.flatten(0, 2), P, writing.flatten(0, 2), w, u, gamma[..., -1].reshape(-1, 1, 1))
 
 
 def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buffers) -> tuple[Tensor, Tensor]:
-    """(I + Gamma * L)^-1 and Gamma * (Q K^T), both [M,C,C]; q [m,H,C,K], kT [m,H,K,C], Gamma [m,H,R,C,C]."""
+    """A_r and (Gamma * (Q K^T)) diag(beta), both [M,C,C]; q [m,H,C,K], kT [m,H,K,C], Gamma [m,H,R,C,C]."""
     m, H, _, C = kT.shape
-    shape, q, kT = Gamma.shape, q.flatten(0, 1), kT.flatten(0, 1)
-    products = torch.bmm(kT.mT, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
-    L = torch.mul(products, Gamma, out=buffer("L", *shape))
-    L = buffer.scale(L, beta)
-    A = UnitLowerInverse.apply(L.view(-1, C, C))  # (5.2)
-    products = torch.bmm(q, kT, out=buffer("products", m * H, C, C)).view(m, H, 1, C, C)
-    return A, buffer.scale(Gamma, products).view(-1, C, C)  # (5.5)
+    q, kT = q.flatten(0, 1), kT.flatten(0, 1)
+    # Keys as columns, since a product with a transposed right factor is half as fast.
+    QK, KK = (torch.bmm(x, kT, out=buffer(n, m * H, C, C)) for x, n in ((q, "QK"), (kT.mT, "KK")))
+    weights = torch.mul(Gamma, beta[..., None, :], out=buffer("P", *Gamma.shape))
+    L = torch.mul(weights, KK.view(m, H, 1, C, C), out=buffer("L", *Gamma.shape)).view(-1, C, C)
+    A = unit_lower_inverse(L, buffer("A", *L.shape))  # (9.3)
+    return A, weights.mul_(QK.view(m, H, 1, C, C)).view(-1, C, C)  # (5.5)
 
 
 class Scanned(NamedTuple):
-    o: Tensor  # [M, C, V] not scaled yet
     ended: list[Tensor]  # states of the sequences that ended, the longest first
     state: Tensor  # [n*HV, K, V] of the others
 
@@ -205,57 +196,69 @@ class Scanned(NamedTuple):
 def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], buffer: Buffers) -> Scanned:
     """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
 
-    state: [n*HV,K,V]; rows: heads times sequences at each step, never rising.
+    state: [n*HV,K,V]; rows: heads times sequences at each step, never rising. Leaves the state before every chunk in
+    buffer "S" and turns chunks.u into the errors.
     """
-    o = buffer("o", *chunks.u.shape)
-    targets = [None] * len(rows) if o is None else o.split(rows)
-    outputs, deltas, ended = [], [], []
-    for w, u, q, kT, gamma, tail, target in zip(*(x.split(rows) for x in chunks[:6]), targets, strict=True):
-        if len(w) < len(state):
-            ended, state = [state[len(w) :].clone(), *ended], state[: len(w)]
-        outputs.append(buffer.scale(torch.bmm(q, state, out=target), gamma))  # diag(gamma) Q S   (5.5)
-        delta = buffer.add_product(u, w, state, alpha=-1)  # E = U - W S   (5.4)
-        late = torch.mul(tail, delta, out=buffer("late", *delta.shape))
-        state = torch.mul(gamma[:, -1:], state, out=buffer("state", *state.shape))
-        state = buffer.add_product(state, kT, late)  # (5.6)
-        deltas.append(delta)
-    o, delta = (torch.cat(outputs), torch.cat(deltas)) if o is None else (o, chunks.u)
-    return Scanned(buffer.add_product(o, chunks.scores, delta), ended, state)  # (5.5)
+    starts = buffer("S", len(chunks.u), *state.shape[1:]).split(rows)
+    ended, spare = [], buffer("state", rows[-1], *state.shape[1:])
+    for n, (k, w, u, gamma_C) in enumerate(zip(*(x.split(rows) for x in chunks[2:]), strict=True)):
+        S = starts[n]
+        if state is not S:
+            ended, state = [state[len(S) :].clone(), *ended] if len(S) < len(state) else ended, S.copy_(state[: len(S)])
+        u.baddbmm_(w, S, alpha=-1)  # R = A_r (V - diag(gamma) K S)   (9.3)
+        ahead = starts[n + 1] if n + 1 < len(rows) else spare
+        state = torch.mul(gamma_C, S, out=ahead if len(ahead) == len(S) else None)
+        state.baddbmm_(k.mT, u)  # (5.6)
+    return Scanned(ended, state)
 
 
-def _run_batch(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: list[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Chunks [NC,C,...] in the order of the scan and states [n,HV,K,V] -> outputs [NC,C,HV,V] and states."""
-    reuse = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)))
-    buffer = Buffers(reuse, v, state.dtype)
-    NC, C, HV, V = v.shape
-    groups = _groups(counts, HV)
-    sizes = [sum(group) for group in groups]
-    tokens = state.new_empty(v.shape) if reuse else None
-    shape, state = state.shape, state.flatten(0, 1)
-    outputs, ended = [], []
-    targets = [None] * len(groups) if tokens is None else tokens.split(sizes)
-    for group, target, *inputs in zip(groups, targets, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
-        chunks = prepare_chunks(*inputs, buffer)
-        o, done, state = scan_chunks(chunks, state, [count * HV for count in group], buffer)
-        o = o.view(-1, HV, C, V).transpose(1, 2)  # [m, C, HV, V]
-        outputs.append(torch.mul(o, scale, out=target))
-        ended = done + ended
-    o = torch.cat(outputs) if tokens is None else tokens
-    return o, torch.cat([state, *ended]).view(shape)
+class Group(NamedTuple):
+    """Chunks that are calculated together."""
+
+    chunks: slice  # of [NC, ...]
+    rows: list[int]  # heads times sequences at each step
 
 
-def _groups(counts: list[int], HV: int) -> list[list[int]]:
-    groups: list[list[int]] = [[]]
-    for count in counts:
-        if groups[-1] and (sum(groups[-1]) + count) * HV > GROUP_ROWS:
-            groups.append([])
-        groups[-1].append(count)
+def groups_of(counts: list[int], HV: int) -> list[Group]:
+    """Cut the steps of a scan into groups of about GROUP_ROWS rows; counts: sequences at each step."""
+    groups, start, rows = [], 0, []
+    for n, count in enumerate(counts):
+        rows.append(count * HV)
+        if n + 1 == len(counts) or sum(rows) + counts[n + 1] * HV > GROUP_ROWS:
+            groups.append(Group(slice(start, start := start + sum(rows) // HV), rows))
+            rows = []
     return groups
 
 
-def chunkwise_gated_delta_rule(
+def _run_batch(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, counts: list[int], scale: float, keep: bool
+) -> tuple[Tensor, Tensor, Kept | None]:
+    """Chunks [NC,C,...] in the order of the scan and states [n,HV,K,V] -> outputs [NC,C,HV,V] and states."""
+    (C, HV, V), (H, K) = v.shape[1:], k.shape[2:]
+    kept = Kept.empty(state, k, v) if keep else None
+    buffer, o = Buffers(state), state.new_empty(v.shape)
+    shape, state, ended = state.shape, state.flatten(0, 1), []
+    for group in groups_of(counts, HV):
+        here = group.chunks
+        if keep:
+            buffer.lend(**kept.of(here, H, HV)._asdict())
+        chunks = prepare_chunks(*(x[here] for x in (q, k, v, g, beta)), buffer)
+        done, state = scan_chunks(chunks, state, group.rows, buffer)
+        found = torch.bmm(chunks.q, buffer("S", len(chunks.q), K, V), out=buffer("o", *chunks.u.shape))
+        found.baddbmm_(chunks.P, chunks.u)  # (5.5)
+        torch.mul(found.view(-1, HV, C, V).transpose(1, 2), scale, out=o[here])
+        ended = done + ended
+    return o, torch.cat([state, *ended]).view(shape), kept
+
+
+class Forward(NamedTuple):
+    o: Tensor  # [B,T,HV,V]
+    state: Tensor  # [N,HV,K,V]
+    batches: list[Batch]
+    kept: list[Kept]  # one a batch, where they were wanted
+
+
+def chunkwise_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -265,64 +268,29 @@ def chunkwise_gated_delta_rule(
     initial_state: Tensor,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
+    keep: bool = False,
+) -> Forward:
     """The whole forward pass, by chunks; the same meaning and arguments as recurrent_gated_delta_rule.
 
     q, k: [B,T,H,K]; v: [B,T,HV,V], any floating dtype; g (natural log), beta: [B,T,HV] and initial_state [N,HV,K,V]
-    in the dtype of the arithmetic; cu_seqlens: [N+1] on the CPU for packed input (B = 1). Returns o [B,T,HV,V] in
-    that dtype and the states [N,HV,K,V]. Arguments are not checked here: see ops.py. Source: Gated Delta Networks
-    (arXiv 2412.06464) section 3.3, with Gamma for the mask of its output; book (5.3) to (5.6).
+    in the dtype of the arithmetic; cu_seqlens: [N+1] for packed input (B = 1). keep: leave what the backward pass
+    needs. Returns o [B,T,HV,V] in that dtype and the states [N,HV,K,V]. Nothing is recorded for autograd: see
+    chunkwise_backward.py. Arguments are not checked here: see ops.py. Source: Gated Delta Networks (arXiv 2412.06464)
+    section 3.3, with Gamma for the mask of its output; book (5.3) to (5.6), (9.3).
     """
     # Chunks much longer than keys are wide cost more, and round worse: so many writes into so few directions all but
     # cancel in I - K^T W. Beyond 64 tokens the same is true of any width.
     chunk_size = min(chunk_size, LARGEST_CHUNK, max(16, power_of_two(2 * k.shape[-1])))
-    run = _run_dense if cu_seqlens is None else _run_packed
-    return run(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)
-
-
-def _run_dense(q, k, v, g, beta, scale, state, _, chunk_size):
-    B, T, HV, V = v.shape
-    if not T or not B:
-        return v.to(state.dtype), state.clone()
-    C = fitting_chunk(chunk_size, T)
-    NT = -(-T // C)
-    outputs, states = [], []
-    for rows in torch.arange(B).split(max(1, STEP_PLACES // (C * HV))):
-        b, here = len(rows), slice(int(rows[0]), int(rows[-1]) + 1)
-        parts = (_steps_first(x[here], NT, C) for x in (q, k, v, g, beta))
-        o, final = _run_batch(*parts, state[here], [b] * NT, scale)
-        outputs.append(o.reshape(NT, b, C, HV, V).transpose(0, 1).reshape(b, NT * C, HV, V)[:, :T])
-        states.append(final)
-    return (torch.cat(outputs), torch.cat(states)) if len(outputs) > 1 else (outputs[0], states[0])
-
-
-def _steps_first(x: Tensor, NT: int, C: int) -> Tensor:
-    """[b, T, ...] -> [NT*b, C, ...]: all first chunks, then all second ones; a view for b = 1, whole chunks."""
-    missing = NT * C - x.shape[1]
-    x = F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
-    return x.unflatten(1, (NT, C)).transpose(0, 1).flatten(0, 1)
-
-
-def _run_packed(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size):
-    T, HV, V = v.shape[1:]
-    bounds = cu_seqlens.cpu().long()
-    batches = scan_batches(bounds.diff(), bounds[:-1], chunk_size, max(1, STEP_PLACES // HV))
+    (B, T, HV, _), tokens = v.shape, (q, k, v, g, beta)
+    batches = scan_batches(B, T, cu_seqlens, chunk_size, max(1, STEP_PLACES // HV))
     if not batches:
-        return v.to(state.dtype).masked_fill(torch.ones_like(v, dtype=torch.bool), 0), state.clone()
-    token = torch.cat([batch.slots.token.flatten() for batch in batches]).to(v.device)
-    inside = torch.cat([batch.slots.inside.flatten() for batch in batches]).to(v.device)
-    q, k, v, g, beta = (x[0].index_select(0, token) for x in (q, k, v, g, beta))  # [places, ...]
-    g, beta = (torch.where(inside[:, None], x, 0) for x in (g, beta))
-    sizes = [batch.slots.token.numel() for batch in batches]
-    outputs, states = [], []
-    for batch, *parts in zip(batches, *(x.split(sizes) for x in (q, k, v, g, beta)), strict=True):
-        parts = (x.unflatten(0, (-1, batch.chunk_size)) for x in parts)
-        o, final = _run_batch(*parts, state[batch.sequences.to(v.device)], batch.counts, scale)
-        outputs.append(o.flatten(0, 1))
-        states.append(final)
-    o = state.new_zeros(T, HV, V).index_copy(0, token[inside], torch.cat(outputs)[inside])
-    moved = torch.cat([batch.sequences for batch in batches]).to(v.device)
-    return o[None], state.index_copy(0, moved, torch.cat(states))
+        return Forward(initial_state.new_zeros(v.shape), initial_state.clone(), [], [])
+    runs = []
+    for batch in batches:
+        chunks = (batch.chunks(x, masked=x is g or x is beta) for x in tokens)
+        runs.append(_run_batch(*chunks, batch.states(initial_state), batch.counts, scale, keep))
+    outputs, states, kept = zip(*runs, strict=True)
+    return Forward(join_tokens(outputs, batches, B, T), join_states(states, batches, initial_state), batches, kept)
 
 
 # -------------------------------------------------------------------------------- the stages, one by one, on tokens
@@ -392,7 +360,7 @@ def solve_tril(
     dtype, (T, _, C) = at_least_float32(A.dtype), A.shape[1:]
     slots = slots_of(T, C, cu_seqlens, chunk_indices, A.device)
     blocks = _head_chunks(A.to(dtype), slots)  # [B, NC, HV, C, C]
-    inverse = UnitLowerInverse.apply(blocks.reshape(-1, C, C)).view(blocks.shape)
+    inverse = unit_lower_inverse(blocks.reshape(-1, C, C)).view(blocks.shape)
     return _tokens(inverse, slots, T).to(output_dtype or dtype)
 
 

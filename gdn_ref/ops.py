@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Sizes, check_backend, check_delta_rule, compute_dtype, readable
-from .chunkwise import chunkwise_gated_delta_rule
+from .chunkwise_backward import chunkwise_gated_delta_rule
 from .gates import l2norm, log_decay, write_strength
 from .recurrent import recurrent_gated_delta_rule
 
