@@ -14,7 +14,6 @@ precision, and add up in float32; decays, inverse and state are float32. Tokens 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -514,20 +513,31 @@ def _warps(dtype: torch.dtype) -> int:
 
 
 def compile_targets(arch: str):
-    """Yield a CompileTarget for every kernel, packed and not, at the two widths that tiles come in; none is hot."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for dtype, (width, packed) in itertools.product(names, ((128, True), (256, False))):
-        tokens = dict.fromkeys(("q", "k", "v", "w", "u"), "*" + names[dtype])
-        others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
-        pointers = tokens | dict.fromkeys(others, "*fp32")
-        sizes = {"H": 2, "HV": 4, "K": width, "V": width, "BT": 64, "BK": _tile(width), "BV": _tile(width)}
-        flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
-        operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
+    """Yield a CompileTarget for every kernel in every dtype, packed and not; none is hot.
+
+    Tiles along K and V are at most 64 wide, so one width does for all kernels but chunk_states_kernel, which holds the
+    whole of K: that one is compiled at both of its widths. What a dtype or a width does not change stands there once.
+    """
+    for dtype, width, packed in ((torch.bfloat16, 128, True), (torch.float16, 256, False), (torch.float32, 256, True)):
         for kernel in KERNELS:
-            own = {"BK": width, "BV": _state_columns(width, width)} if kernel is chunk_states_kernel else {}
-            blocks = dict.fromkeys(("A", "X"), "*" + names[dtype]) if kernel is solve_tril_kernel else {}
-            name = f"{kernel.__name__} K{width} V{width} {names[dtype]}{' packed' if packed else ''}"
-            yield _target(name, kernel, pointers | blocks, sizes | flags | operands | own, _warps(dtype), packed)
+            reads_gates = kernel is chunk_local_cumsum_kernel and dtype == torch.float32
+            inverts = kernel is solve_tril_kernel and dtype == torch.bfloat16  # float16 operands, like float16
+            if not (reads_gates or inverts):
+                yield _target_of(kernel, dtype, width, packed)
+    yield _target_of(chunk_states_kernel, torch.bfloat16, 256, False)
+
+
+def _target_of(kernel, dtype: torch.dtype, width: int, packed: bool) -> CompileTarget:
+    tokens = "*" + {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
+    pointers = dict.fromkeys(("q", "k", "v", "w", "u"), tokens) | dict.fromkeys(others, "*fp32")
+    pointers |= dict.fromkeys(("A", "X"), tokens) if kernel is solve_tril_kernel else {}
+    sizes = {"H": 2, "HV": 4, "K": width, "V": width, "BT": 64, "BK": _tile(width), "BV": _tile(width)}
+    sizes |= {"BK": width, "BV": _state_columns(width, width)} if kernel is chunk_states_kernel else {}
+    flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
+    operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
+    name = f"{kernel.__name__} K{width} V{width} {tokens[1:]}{' packed' if packed else ''}"
+    return _target(name, kernel, pointers, sizes | flags | operands, _warps(dtype), packed)
 
 
 def _target(name: str, kernel, pointers: dict[str, str], constexprs: dict, warps: int, packed: bool) -> CompileTarget:
