@@ -1,0 +1,526 @@
+"""Fused backward: states and errors once more, adjoints in reverse, and from both every gradient, chunk by chunk.
+
+With the factors of prep.py, gamma_i = e^G_i, l_j = e^(G_C - G_j), keys and queries of length 1 where they are
+normalised, S the state before a chunk, E its errors and dS' the adjoint of the state after it:
+
+    states     S and E again, as in scan.py
+    adjoints   dv = A^T (P^T do + beta l (K dS'));  dS = gamma_C dS' + scale Q^T (gamma do) - K^T (gamma dv)
+    gradients  F = Gamma * (do E^T);  J = the same of dv, below the diagonal alone
+               dq = scale (gamma (do S^T) + F (beta K))
+               dk = beta c - gamma (dv S^T) - J (beta K)  with  c = l (E dS'^T) + scale F^T Q - J^T K
+               dbeta = k.c
+    finish     dg, which takes from all this only what lies across a token
+
+A token's decay multiplies what is written before it and read at it or after. So dg_t sums over pairs j < t <= i, and
+nothing else: X_ij = beta_j (scale q_i.k_j F_ij - k_i.k_j J_ij) inside the chunk; y_i = gamma_i (scale q_i.(do S^T)_i -
+k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E dS'^T)_j to the state after it, over
+j < t; gamma_C <S, dS'> past the chunk altogether. Sums of rows minus sums of columns give the same in fewer steps, but
+their difference keeps no digit where tokens decay fast.
+
+Nothing is added up across programs, and no sum depends on who comes first.
+"""
+
+import triton
+import triton.language as tl
+
+from .gates import log1p_exp, log_decay, write_strength
+from .prep import BETA, END, FACTORS, QUERY, READ, REST, SCORE, WHOLE, WRITE, inverse_lengths, unscaled
+from .scan import read_tile, rows_of, step, write_tile
+from .tiles import first_slot, load_rows, locate, power, store_rows
+
+# ------------------------------------------------------------------------------------------ what the kernels share
+
+
+@triton.jit
+def chunk_of(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """The first token of the chunk in a slot, and the tokens from there to the end of its sequence: none, or fewer,
+    where the slot is empty."""
+    if PACKED:
+        _, chunk, start, end = locate(cu_seqlens, slot, N, C)
+    else:
+        chunk = slot % tl.cdiv(T, C)
+        start = (slot // tl.cdiv(T, C)).to(tl.int64) * T
+        end = start + T
+    token = start + chunk.to(tl.int64) * C
+    return token, tl.maximum(end - token, 0).to(tl.int32)
+
+
+@triton.jit
+def tokens_of_none(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
+    """Tokens of no sequence in a slot: the first token looked at, and which of the C from there on are such. Their
+    slots begin where those of the last sequence end."""
+    i = tl.arange(0, C)
+    token = (slot - N).to(tl.int64) * C
+    found = i < 0
+    if PACKED:
+        if slot >= first_slot(cu_seqlens, N, C):
+            found = (token + i >= tl.load(cu_seqlens + N).to(tl.int64)) & (token + i < T)
+    return token, found
+
+
+@triton.jit
+def read_block(x, row, column, stride, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """Tile [BR, BC] at (row, column) of a matrix that has all of it; without TMA the row may pass 2^31."""
+    if TMA:
+        tile = x.load([row.to(tl.int32), column])
+    else:
+        corner = x + row.to(tl.int64) * stride + column
+        tile = load_rows(corner, stride, tl.arange(0, BR), tl.arange(0, BC), BR, width - column)
+    return tile
+
+
+@triton.jit
+def load_pair(x, y, x_stride, y_stride, rows, width, C: tl.constexpr, BC: tl.constexpr):
+    """Rows of x [rows, width] and below them, from row C on, those of y: [2C, BC] in one tile, 0 outside."""
+    pair, column = tl.arange(0, 2 * C), tl.arange(0, BC)
+    row = pair % C
+    start = tl.where(pair < C, x + row * x_stride, y + row * y_stride)
+    return tl.load(start[:, None] + column[None, :], mask=(row < rows)[:, None] & (column < width)[None, :], other=0.0)
+
+
+# ------------------------------------------------------------------------------------------ states, in order
+
+
+@triton.jit(do_not_specialize=["T", "slots"])
+def states_kernel(
+    k, v, A, factors, initial, S, E, cu_seqlens,
+    T, slots, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, VP: tl.constexpr, APART: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The scan of scan.py without its outputs: what it passes through is kept instead.
+
+    Writes S [HV, slots, VP, BK], the state before every chunk, transposed, and E [HV, slots, C, VP], its errors; V is
+    filled up with zeros to VP. A lies APART chunks of rows apart.
+    """
+    NV: tl.constexpr = VP // BV
+    iv = tl.program_id(0) % NV
+    h = (tl.program_id(0) // NV) % HV
+    n = tl.program_id(0) // NV // HV
+    start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
+    NT = tl.cdiv(L, C)
+    base = h.to(tl.int64) * slots + slot
+    width = V - iv * BV
+    m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
+    m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
+    m_A = rows_of(A + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
+    m_S = rows_of(S + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
+    m_E = rows_of(E + base * C * VP + iv * BV, VP, NT * C, BV, C, BV, TMA)
+    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
+    b_S = tl.zeros([BV, BK], tl.float32)
+    if HAS_INITIAL:
+        p_initial = initial + n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
+        p_initial += row_v[:, None] * initial_v + row_k[None, :] * initial_k
+        b_S = tl.load(p_initial, mask=(row_v < V)[:, None] & (row_k < K)[None, :], other=0.0).to(tl.float32)
+
+    i = tl.arange(0, C)
+    for chunk in tl.range(0, NT, num_stages=STAGES):
+        # load; k and A feed products alone, v none: no tile of a pipelined loop does both (see gradients_kernel)
+        row = chunk * C
+        row_S = chunk * VP
+        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
+        b_A = read_tile(m_A, APART * row, C, APART * NT * C, C, C, C, TMA)
+        b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
+        p_factors = factors + (base + chunk) * (FACTORS * C)
+        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        end = tl.load(p_factors + END * C)
+        # compute and store
+        write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
+        b_S, b_E, top = step(b_S, b_k, b_v, b_A, read, write, end)
+        b_E = (b_E * top[:, None]).to(E.dtype.element_ty)
+        write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E), C, BV, TMA)
+
+
+@triton.jit
+def sequence(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """(first token, number of tokens, first slot) of sequence n."""
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        L = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
+        slot = first_slot(cu_seqlens, n, C)
+    else:
+        start = n.to(tl.int64) * T
+        L = T
+        slot = n * tl.cdiv(T, C)
+    return start, L, slot
+
+
+# ------------------------------------------------------------------------------------------ adjoints, in reverse
+
+
+@triton.jit
+def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
+    """One chunk: from the adjoint dS'^T [BV, K] of the state after it that of the state before it, and dv^T [BV, C]."""
+    b_do = tl.trans(b_do).to(tl.float32)
+    X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
+    X = tl.dot((b_do * score[None, :]).to(b_P.dtype), b_P, acc=X, input_precision="ieee")
+    X, top = unscaled(X)
+    dv = tl.dot(X.to(b_A.dtype), b_A, input_precision="ieee") * top[:, None]
+    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")
+    return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
+
+
+@triton.jit(do_not_specialize=["T", "slots"])
+def adjoints_kernel(
+    q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu_seqlens,
+    T, slots, q_stride, k_stride, do_stride, final_n, final_h, final_v, final_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, VP: tl.constexpr, APART: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
+    HAS_DINITIAL: tl.constexpr, V_FIRST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The scan in reverse: BV columns of V of one value head of one sequence, from its last chunk to its first.
+
+    do: token rows; dfinal: the gradient of the final state in any layout. Writes dS [HV, slots, VP, BK], the adjoint of
+    the state after every chunk, transposed as S is; dv [.., HV, V]; dinitial [N, HV, V, K], or [N, HV, K, V] unless
+    V_FIRST.
+    """
+    NV: tl.constexpr = VP // BV
+    iv = tl.program_id(0) % NV
+    h = (tl.program_id(0) // NV) % HV
+    n = tl.program_id(0) // NV // HV
+    start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
+    NT = tl.cdiv(L, C)
+    base = h.to(tl.int64) * slots + slot
+    width = V - iv * BV
+    m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
+    m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
+    m_do = rows_of(do + start * do_stride + h * V + iv * BV, do_stride, L, width, C, BV, TMA)
+    m_dv = rows_of(dv + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
+    m_A = rows_of(A + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
+    m_P = rows_of(P + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
+    m_dS = rows_of(dS + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
+    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
+    inside = (row_v < V)[:, None] & (row_k < K)[None, :]
+    b_dS = tl.zeros([BV, BK], tl.float32)
+    if HAS_DFINAL:
+        p_dfinal = dfinal + n.to(tl.int64) * final_n + h.to(tl.int64) * final_h
+        b_dS = tl.load(p_dfinal + row_v[:, None] * final_v + row_k[None, :] * final_k, mask=inside, other=0.0)
+        b_dS = b_dS.to(tl.float32)
+
+    i = tl.arange(0, C)
+    for r in tl.range(0, NT, num_stages=STAGES):
+        # load; do goes into products by way of registers, the others straight away: none does both
+        chunk = NT - 1 - r
+        row = chunk * C
+        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
+        b_P = read_tile(m_P, APART * row, C, APART * NT * C, C, C, C, TMA)
+        b_A = read_tile(m_A, APART * row, C, APART * NT * C, C, C, C, TMA)
+        b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
+        b_do = read_tile(m_do, row, do_stride, L, width, C, BV, TMA)
+        p_factors = factors + (base + chunk) * (FACTORS * C)
+        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
+        end = tl.load(p_factors + END * C)
+        # compute and store
+        write_tile(m_dS, chunk * VP, BK, NT * VP, BK, b_dS, BV, BK, TMA)
+        b_dS, b_dv = step_back(b_dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end)
+        write_tile(m_dv, row, HV * V, L, width, tl.trans(b_dv.to(dv.dtype.element_ty)), C, BV, TMA)
+
+    if HAS_DINITIAL:
+        p_dinitial = dinitial + (n.to(tl.int64) * HV + h) * (K * V)
+        if V_FIRST:
+            p_dinitial += row_v[:, None] * K + row_k[None, :]
+        else:
+            p_dinitial += row_v[:, None] + row_k[None, :] * V
+        tl.store(p_dinitial, b_dS.to(dinitial.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------ gradients, all at once
+
+
+@triton.jit
+def as_it_is(x, zero):
+    """x itself. A compiler would widen 16-bit numbers to float32 once for all heads, and so fill the registers; it does
+    not where a zero that it does not know of takes part from head to head."""
+    if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
+        x = (x.to(tl.int16, bitcast=True) ^ zero.to(tl.int16)).to(x.dtype, bitcast=True)
+    return x
+
+
+@triton.jit
+def across(X, zero, C: tl.constexpr, SUM: tl.constexpr):
+    """Sums over the pairs j < t <= i of X, [C, C] and another one below it: [C], one a token t. zero: see inside.
+
+    First over j, as a product with a triangle of ones, so that the tile stays in registers; then over i.
+    """
+    j, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    before = tl.dot(X.to(SUM), tl.where(j < t, 1.0, 0.0).to(SUM), input_precision="ieee")
+    i = (tl.arange(0, 2 * C) % C)[:, None] + zero
+    return tl.sum(tl.where(i >= t, before, 0.0), 0)
+
+
+@triton.jit
+def decay_pair(whole_2, rest_2, whole, rest, zero, C: tl.constexpr):
+    """Gamma_ij and below it the same without its diagonal, [2C, C], from rows (whole_2, rest_2) and columns   (7.1)"""
+    pair, j = tl.arange(0, 2 * C), tl.arange(0, C)
+    last = tl.where(pair < C, pair, pair - C - 1) + zero  # the last column that is not 0
+    exponent = (whole_2[:, None] - whole[None, :]) + (rest_2[:, None] - rest[None, :])
+    return tl.exp2(tl.where(j[None, :] <= last[:, None], exponent, float("-inf")))
+
+
+@triton.jit
+def through_norm(dx, x, length):
+    """The gradient of x from that of x / |x|: what points along x is lost   (2.5)"""
+    x = x.to(tl.float32) * length[:, None]
+    return length[:, None] * (dx - x * tl.sum(x * dx, 1)[:, None])
+
+
+@triton.jit
+def to_the_end(c, b_k, length_k, p_factors, p_sums, C: tl.constexpr):
+    """beta l (E dS'^T): what the state after the chunk asks of its keys. Stores k.(l (E dS'^T))."""
+    i = tl.arange(0, C)
+    whole_C, rest_C = tl.load(p_factors + WHOLE * C + C - 1), tl.load(p_factors + REST * C + C - 1)
+    late = power(whole_C - tl.load(p_factors + WHOLE * C + i), rest_C - tl.load(p_factors + REST * C + i))
+    tl.store(p_sums + 4 * C + i, tl.sum(c * b_k, 1) * (late * length_k))
+    return c * (late * tl.load(p_factors + BETA * C + i))[:, None]
+
+
+@triton.jit
+def from_the_start(xa, b_qk, weight, p_factors, p_sums, C: tl.constexpr):
+    """gamma (do S^T) over gamma (dv S^T): what q and k read of the state before the chunk. Stores y, in two halves."""
+    pair = tl.arange(0, 2 * C)
+    xa *= power(tl.load(p_factors + WHOLE * C + pair % C), tl.load(p_factors + REST * C + pair % C))[:, None]
+    tl.store(p_sums + C + pair, tl.sum(xa * b_qk, 1) * weight)
+    return xa
+
+
+@triton.jit
+def inside(FJ, xa, both, n_k, b_qk, b_k, zero, weight, length_k, p_factors, p_sums, C: tl.constexpr, SUM: tl.constexpr):
+    """What pairs of tokens of the chunk do to each other: xa + F (beta K) over J (beta K), and beta (scale F^T Q -
+    J^T K). Stores X across tokens, and the share of dbeta."""
+    pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
+    whole, rest = tl.load(p_factors + WHOLE * C + i), tl.load(p_factors + REST * C + i)
+    whole_2, rest_2 = tl.load(p_factors + WHOLE * C + pair % C), tl.load(p_factors + REST * C + pair % C)
+    beta = tl.load(p_factors + BETA * C + i)
+
+    FJ *= decay_pair(whole_2, rest_2, whole, rest, zero, C)
+    c = tl.dot(tl.trans((FJ * weight[:, None]).to(b_qk.dtype)), b_qk, input_precision="ieee")
+    tl.store(p_sums + 3 * C + i, tl.sum(c * n_k, 1) * length_k)
+    FJ *= (beta * length_k)[None, :]
+    tl.store(p_sums + i, across(FJ * both, zero, C, SUM))
+    return tl.dot(FJ.to(b_k.dtype), b_k, acc=xa, input_precision="ieee"), c * beta[:, None]
+
+
+@triton.jit
+def no_gradients(
+    dq, dk, dv, cu_seqlens, slot, h, block, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """0 for the tokens of no sequence."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    token, of_none = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
+    i = tl.arange(0, C)
+    column = block * BK + tl.arange(0, BK)
+    p, mask = i[:, None] * (H * K) + column[None, :], of_none[:, None] & (column < K)[None, :]
+    tl.store(dq + (token * H + h) * K + p, tl.zeros([C, BK], dq.dtype.element_ty), mask=mask)
+    tl.store(dk + (token * H + h) * K + p, tl.zeros([C, BK], dk.dtype.element_ty), mask=mask)
+    if block == 0:
+        for r in range((HV // H) * NV):
+            hv, iv = h * (HV // H) + r // NV, r % NV
+            column_v = iv * BV + tl.arange(0, BV)
+            p_dv = dv + (token * HV + hv) * V + i[:, None] * (HV * V) + column_v[None, :]
+            inside = of_none[:, None] & (column_v < V)[None, :]
+            tl.store(p_dv, tl.zeros([C, BV], dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def gradients_kernel(
+    q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu_seqlens,
+    T, N, slots, scale, q_stride, k_stride, do_stride,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
+
+    What concerns do and what concerns dv is the same work: they lie in one tile [2C, BV], the one below the other, as q
+    and k, F and J, x and a do. Writes dq and dk [.., H, K], and sums [NK, HV, slots, 5 C + W], which finish_kernel
+    needs: X across tokens; y in two halves; k.c; z; the diagonal of S dS'^T.
+
+    E, S and dS, the pair of do and dv: each of these tiles feeds products alone. A tile that is used in a sum as well
+    gets a single buffer on Hopper (Triton 3.6), and the copy for the next round overwrites it while products in flight
+    still read it. So <S, dS'> is the trace of a product, and no sum over tiles.
+    """
+    NK: tl.constexpr = (K + BK - 1) // BK
+    NV: tl.constexpr = (V + BV - 1) // BV
+    W: tl.constexpr = BK if BK < BV else BV
+    block = tl.program_id(0) % NK
+    h = (tl.program_id(0) // NK) % H
+    slot = tl.program_id(0) // NK // H
+    token, left = chunk_of(cu_seqlens, slot, T, N, C, PACKED)
+    if left <= 0:
+        no_gradients(dq, dk, dv, cu_seqlens, slot, h, block, T, N, H, HV, K, V, C, BK, BV, PACKED)
+        return
+
+    # load
+    pair, i, column, w = tl.arange(0, 2 * C), tl.arange(0, C), tl.arange(0, BK), tl.arange(0, W)
+    width = K - block * BK
+    x_q, x_k = q + token * q_stride + h * K + block * BK, k + token * k_stride + h * K + block * BK
+    b_qk = load_pair(x_q, x_k, q_stride, k_stride, left, width, C, BK)
+    b_k = load_rows(x_k, k_stride, i, column, left, width)
+    weight = tl.where(pair < C, scale, -1.0)
+    length_k = tl.full([C], 1.0, tl.float32)
+    if NORM:
+        p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
+        if NK == 1:
+            weight *= inverse_lengths(b_qk)
+            length_k = inverse_lengths(b_k)
+        else:
+            weight *= tl.load(p_lengths + pair)
+            length_k = tl.load(p_lengths + C + i)
+    both = tl.dot(b_qk, tl.trans(b_k), input_precision="ieee") * weight[:, None]  # scale Q K^T, and -K K^T below it
+    both = both.to(SUM)
+    m_E = rows_of(E, VP, HV * slots * C, VP, C, BV, TMA)
+    m_S = rows_of(S + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
+    m_dS = rows_of(dS + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
+
+    sum_xa, sum_c = tl.zeros([2 * C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    FJ, xa = tl.zeros([2 * C, C], tl.float32), tl.zeros([2 * C, BK], tl.float32)
+    c, ends = tl.zeros([C, BK], tl.float32), tl.zeros([W, W], tl.float32)
+    for r in tl.range(0, (HV // H) * NV, num_stages=STAGES, disable_licm=True):
+        # load
+        hv, iv = h * (HV // H) + r // NV, r % NV
+        unit = hv.to(tl.int64) * slots + slot
+        at = hv * V + iv * BV
+        b_d = load_pair(
+            do + token * do_stride + at, dv + token * (HV * V) + at, do_stride, HV * V, left, V - iv * BV, C, BV
+        )
+        b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
+        b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
+        b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
+        # compute; each sum over V is done with before the next begins, so that one at a time takes registers
+        last = iv == NV - 1
+        p_factors = factors + unit * (FACTORS * C)
+        p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + W)
+        zero = tl.where(tl.load(p_factors + WHOLE * C) > 1.0, 1, 0)
+        n_qk, n_k, n_both = as_it_is(b_qk, zero), as_it_is(b_k, zero), as_it_is(both, zero)
+        if BK < BV:
+            ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
+        else:
+            ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
+        if last:
+            tl.store(p_sums + 5 * C + w, tl.sum(tl.where(w[:, None] == w[None, :], ends, 0.0), 1))
+            ends = tl.zeros([W, W], tl.float32)
+        c = tl.dot(b_E, b_dS, acc=c, input_precision="ieee")
+        if last:
+            sum_c += to_the_end(c, n_k, length_k, p_factors, p_sums, C)
+            c = tl.zeros([C, BK], tl.float32)
+        xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
+        if last:
+            sum_xa += from_the_start(xa, n_qk, weight, p_factors, p_sums, C)
+            xa = tl.zeros([2 * C, BK], tl.float32)
+        FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
+        if last:
+            sum_xa, c_inside = inside(
+                FJ, sum_xa, n_both, n_k, b_qk, b_k, zero, weight, length_k, p_factors, p_sums, C, SUM
+            )
+            sum_c += c_inside
+            FJ = tl.zeros([2 * C, C], tl.float32)
+
+    x, a = tl.split(tl.permute(tl.reshape(sum_xa, [2, C, BK]), (1, 2, 0)))
+    b_dq, b_dk = x * scale, sum_c - a
+    if NORM and NK == 1:
+        b_q = load_rows(x_q, q_stride, i, column, left, width)
+        b_dq = through_norm(b_dq, b_q, inverse_lengths(b_q))
+        b_dk = through_norm(b_dk, b_k, length_k)
+    corner = (token * H + h) * K + block * BK
+    store_rows(dq + corner, H * K, i, column, left, width, b_dq)
+    store_rows(dk + corner, H * K, i, column, left, width, b_dk)
+
+
+# ------------------------------------------------------------------------------------------ gates, and lengths of rows
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def finish_kernel(
+    g, beta, A_log, dt_bias, cu_seqlens, factors, sums, dg, dbeta, share,
+    T, N, slots, g_stride, beta_stride,
+    HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_G: tl.constexpr,
+    RAW_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one chunk's gates, as they were given, from the sums of gradients_kernel: dg, dbeta [.., HV].
+
+    share [.., HV] is what each token adds to the gradient of A_log, where g is raw.
+    """
+    h = tl.program_id(0) % HV
+    slot = tl.program_id(0) // HV
+    i, w = tl.arange(0, C), tl.arange(0, W)
+    token, left = chunk_of(cu_seqlens, slot, T, N, C, PACKED)
+    valid = i < left
+    written = valid
+    if left <= 0:
+        token, written = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
+
+    # load
+    across, y, from_end = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    d_beta, ends = tl.zeros([C], tl.float32), tl.zeros([W], tl.float32)
+    after = valid & (i > 0)
+    for block in range(NK):
+        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (5 * C + W)
+        across += tl.load(p_sums + i, mask=valid, other=0.0)
+        y += tl.load(p_sums + C + i, mask=valid, other=0.0) + tl.load(p_sums + 2 * C + i, mask=valid, other=0.0)
+        d_beta += tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
+        d_beta += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
+        from_end += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
+        ends += tl.load(p_sums + 5 * C + w, mask=w < left * W, other=0.0)
+    p_factors = factors + (h.to(tl.int64) * slots + slot) * (FACTORS * C)
+    b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
+    z = from_end * tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
+    end = tl.load(p_factors + END * C, mask=left > 0, other=0.0)
+
+    # compute and store
+    d_g = across + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end
+    at = (token + i) * HV + h
+    if RAW_G:  # g = -exp(A_log) softplus(a), so that dg/dA_log = g and dg/da = g sigmoid(a) / softplus(a)   (7.6)
+        a = tl.load(g + (token + i) * g_stride + h, mask=valid, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            a += tl.load(dt_bias + h).to(tl.float32)
+        d_g *= log_decay(a, tl.load(A_log + h).to(tl.float32), 0.0)
+        tl.store(share + at, tl.where(valid, d_g, 0.0), mask=written)
+        d_g *= softplus_rate(a)
+    if RAW_BETA:  # of sigmoid(b)   (7.6)
+        b = tl.load(beta + (token + i) * beta_stride + h, mask=valid, other=0.0).to(tl.float32)
+        d_beta *= b_beta * write_strength(-b)
+    if HAS_G:
+        tl.store(dg + at, tl.where(valid, d_g, 0.0).to(dg.dtype.element_ty), mask=written)
+    if HAS_BETA:
+        tl.store(dbeta + at, tl.where(valid, d_beta, 0.0).to(dbeta.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def softplus_rate(x):
+    """The derivative of log softplus: sigmoid(x) / softplus(x), which is 1 far below 0 and 1/x far above   (7.6)"""
+    y = tl.exp(tl.where(x > 0, -x, x))
+    softplus = tl.where(x > 0, x, 0.0) + log1p_exp(tl.where(x > 0, -x, x))
+    return tl.where(x < -20, 1.0, tl.where(x > 0, 1.0, y) / ((1 + y) * softplus))
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def lengths_kernel(
+    q, k, lengths, dq, dk, cu_seqlens, T, N, slots, q_stride, k_stride,
+    H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """What the L2 norm needs of whole rows, where programs of gradients_kernel see blocks of them: before it lengths
+    [H, slots, 2, C], one over |q| and |k|; after it, LAST, the gradients of q and k, in place, from those of q / |q|
+    and k / |k|."""
+    h = tl.program_id(0) % H
+    slot = tl.program_id(0) // H
+    token, left = chunk_of(cu_seqlens, slot, T, N, C, PACKED)
+    if left <= 0:
+        return
+    i, column = tl.arange(0, C), tl.arange(0, BK)
+    p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C) + i
+    corner = (token * H + h) * K
+    b_q = load_rows(q + token * q_stride + h * K, q_stride, i, column, left, K)
+    if LAST:
+        b_dq = load_rows(dq + corner, H * K, i, column, left, K).to(tl.float32)
+        store_rows(dq + corner, H * K, i, column, left, K, through_norm(b_dq, b_q, tl.load(p_lengths)))
+    else:
+        tl.store(p_lengths, inverse_lengths(b_q))
+    b_k = load_rows(k + token * k_stride + h * K, k_stride, i, column, left, K)
+    if LAST:
+        b_dk = load_rows(dk + corner, H * K, i, column, left, K).to(tl.float32)
+        store_rows(dk + corner, H * K, i, column, left, K, through_norm(b_dk, b_k, tl.load(p_lengths + C)))
+    else:
+        tl.store(p_lengths + C, inverse_lengths(b_k))

@@ -1,0 +1,390 @@
+"""Fused backward on the host: configurations, memory, launches. The forward's twin is launch.py.
+
+Nothing of the forward is kept but its inputs, unless it was asked to: the chunks' tiles, states and errors are made
+again, which takes about a third of the backward's time and saves their memory between the two passes. In bytes, for a
+token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
+
+    made here and dropped at its end   A and P 256, factors 20, S 512, dS 512, E 256, sums 43         1.6 KB
+    kept from the forward, if asked    of these A and P, factors, S, E                                1.0 KB
+    the inputs and gradients           q and k of a fourth of the heads 128, v, o and do 768, dv, dq, dk 384
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .backward import (
+    adjoints_kernel,
+    finish_kernel,
+    gradients_kernel,
+    lengths_kernel,
+    states_kernel,
+)
+from .launch import Device, Launch, arrange, by_token, can_copy, device_of, kind_of_call, power_of_two
+from .prep import FACTORS, decay_kernel, prepare_kernel
+from .targets import CompileTarget
+
+
+class Config(NamedTuple):
+    """How the backward is cut for a device and an input."""
+
+    C: int  # tokens a chunk
+    BV: int  # columns of V a program carries through the states and the adjoints
+    warps: int
+    stages: int  # chunks whose loads are in flight, states
+    stages_back: int  # the same, adjoints
+    tma: bool  # whether the copy engine loads the tiles (Hopper and later)
+    prepare_warps: int
+    BK: int  # columns of K that a program of the gradients has
+    block: int  # columns of V that it takes at once
+    gradient_warps: int
+    gradient_stages: int
+
+
+FP32 = {
+    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 64, 32, 8, 1),),
+    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 64, 32, 8, 1),),
+}
+# (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward.
+CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
+    "sm_90": {
+        (2, False): (
+            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
+            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
+        ),
+        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 64, 64, 8, 2),),
+        **FP32,
+    },
+    "sm_100": {
+        (2, False): (Config(64, 64, 8, 3, 2, True, 4, 64, 64, 8, 2),),
+        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 64, 64, 8, 2),),
+        **FP32,
+    },
+    "sm_80": {
+        (2, False): (Config(64, 32, 8, 2, 2, False, 8, 64, 64, 8, 1),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 64, 64, 8, 1),),
+        **FP32,
+    },
+    "gfx942": {
+        (2, False): (Config(64, 32, 4, 1, 1, False, 8, 64, 32, 8, 1),),
+        (2, True): (Config(32, 32, 4, 1, 1, False, 8, 64, 32, 4, 1),),
+        **FP32,
+    },
+}
+SAFE = CONFIGS["gfx942"]  # for anything else: it asks for the least
+
+
+def configs_for(architecture: str, itemsize: int, K: int) -> tuple[Config, ...]:
+    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide; safe ones for an
+    architecture that is not in the table."""
+    return CONFIGS.get(architecture, SAFE)[itemsize, K > 128]
+
+
+def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool) -> Config:
+    """One of configs_for, by the forward's rule: the wide one where its waves are so much fewer that it pays."""
+    narrow, *wide = configs_for(device.architecture, itemsize, K)
+    if wide and V > narrow.BV and not (packed and 2 * head_sequences < 3 * device.processors):
+        waves = [-(-head_sequences * -(-V // c.BV) // device.processors) for c in (narrow, wide[0])]
+        narrow = wide[0] if 1.64 * waves[1] < waves[0] else narrow
+    least_K, least_V = power_of_two(K), power_of_two(V)
+    return narrow._replace(
+        BV=min(narrow.BV, least_V), BK=min(narrow.BK, least_K), block=min(narrow.block, least_V)
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- plans
+
+
+class Plan:
+    """Everything about a call that its data does not change; run() allocates and launches."""
+
+    def __init__(self, prepare: Prepare, launches: dict, shapes: dict, device, tma: bool, dtypes: tuple):
+        self.prepare, self.launches = prepare, launches
+        self.shapes = shapes  # shape and dtype of what is allocated, by name
+        self.device, self.tma = device, tma
+        self.dtypes = dtypes  # of the gradients
+
+    def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved):
+        """The gradients of chunk_backward, from its inputs as they came."""
+        q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+        do = torch.zeros_like(v) if do is None else by_token(do.to(v.dtype))
+        if self.device.type == "cpu":
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved)
+        with torch.cuda.device(self.device):
+            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved)
+
+    def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu, initial, do, dfinal, saved):
+        call, empty = self._call, self._empty
+        if self.tma:
+            triton.set_allocator(launch._scratch)
+        dv = empty("dv")
+        A, P, factors, S, E = (None,) * 5 if saved is None else saved
+        if A is None:
+            A, P, factors = self.prepare(q, k, g, beta, A_log, dt_bias, cu, dv)
+        if S is None:
+            S, E = empty("S"), empty("E")
+            call("states", k, v, A, factors, initial, S, E, cu)
+        dS, dinitial = empty("dS"), empty("dinitial")
+        call("adjoints", q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu)
+        lengths, dq, dk, sums = empty("lengths"), empty("dq"), empty("dk"), empty("sums")
+        call("lengths", q, k, lengths, dq, dk, cu)
+        call("gradients", q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu)
+        call("lengths_last", q, k, lengths, dq, dk, cu)
+        dg, dbeta, share = empty("dg"), empty("dbeta"), empty("share")
+        call("finish", g, beta, A_log, dt_bias, cu, factors, sums, dg, dbeta, share)
+        dA_log = None if share is None else share.sum((0, 1))
+        ddt_bias = None if dt_bias is None else dg.sum((0, 1))
+        found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
+        return tuple(None if x is None else x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True))
+
+    def _call(self, name: str, *tensors: Tensor | None) -> None:
+        if name in self.launches:
+            self.launches[name](tensors, tuple([x if x is None else x.data_ptr() for x in tensors]))
+
+    def _empty(self, name: str) -> Tensor | None:
+        if name not in self.shapes:
+            return None
+        shape, dtype = self.shapes[name]
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+class Prepare:
+    """A, P and the factors of every chunk, by the forward's own kernels. All that is known here of how prep.py lays
+    them down; a chunk's tile of either lies APART tiles after the one before."""
+
+    APART = 2
+
+    def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
+        (T, N, slots), (_, HV, K, V), C = sizes, shape, config.C
+        heads, (q_, k_, g_, b_) = min(launch.HEADS_A_PROGRAM, triton.next_power_of_2(HV)), strides
+        self.shapes = ((HV, slots, 2, C, C), dtype), ((HV, slots, FACTORS.value, C), torch.float32)
+        self.decay = Launch(decay_kernel, slots * -(-HV // heads), (T, N, slots, g_, b_, HV, C, heads, packed, *gates))
+        self.prepare = Launch(
+            prepare_kernel, slots * HV,
+            (T, N, slots, scale, q_, k_, *shape, C, power_of_two(K), power_of_two(V), packed, norm, False),
+            num_warps=config.prepare_warps, num_stages=1,
+        )  # fmt: skip
+
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, zeroed):
+        """(A, P, factors). zeroed [.., HV, V] gets 0 where tokens belong to no sequence."""
+        tiles, factors = (torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.shapes)
+        for run, *tensors in (
+            (self.decay, g, beta, A_log, dt_bias, cu_seqlens, factors),
+            (self.prepare, q, k, cu_seqlens, tiles, factors, zeroed),
+        ):
+            run(tuple(tensors), tuple([x if x is None else x.data_ptr() for x in tensors]))
+        return tiles, tiles[:, :, 1], factors
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    do: Tensor | None,
+    dht: Tensor | None,
+    *,
+    state_v_first: bool = False,
+    use_qk_l2norm: bool = False,
+    beta_is_raw: bool = False,
+    allow_neg_eigval: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    saved: tuple | None = None,
+    config: Config | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The fused backward pass. Arguments are those of launch.chunk_forward, and are not checked here either.
+
+    do: [B,T,HV,V], dht: as the final state, float32; either may be None (0). Any strides. saved: what the forward kept,
+    (A, P, factors, S, E), or None, which makes it again. config stands in for the one chosen by shape and device.
+
+    Returns (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial), each in the dtype of what it is the gradient of and
+    None where that is. dg and dbeta belong to what was passed as g and beta: the raw gates, if they are raw. Sums are
+    in float32 and in a fixed order, so that results repeat bitwise.
+    """
+    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+    given = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    if not q.shape[1] or not N:
+        return _nothing(given, dht)
+    options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first)
+    kind = kind_of_call((*given, do, dht), (*options, config))
+    plan = _plans.get(kind)
+    if plan is None:
+        if len(_plans) >= launch.MOST_PLANS:
+            _plans.clear()
+        plan = _plans[kind] = make_plan(*given, do, dht, *options, config)
+    return plan.run(*given, do, dht, saved)
+
+
+def _nothing(given, dht):
+    """No token at all, or no sequence: what comes in at the end goes out at the beginning."""
+    grads = [None if x is None else torch.zeros_like(x) for x in given[:7]]
+    initial = given[8]
+    if initial is None or dht is None:
+        return *grads, None if initial is None else torch.zeros_like(initial)
+    return *grads, dht.to(initial.dtype, copy=True)
+
+
+def make_plan(
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, scale, use_qk_l2norm, beta_is_raw,
+    allow_neg_eigval, state_v_first, config=None,
+) -> Plan:  # fmt: skip
+    """The plan of a call: configuration, grids and every number that kernels are given. See chunk_backward."""
+    dtypes = tuple(None if x is None else x.dtype for x in (q, k, v, g, beta, A_log, dt_bias, initial))
+    q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+    do = v if do is None else by_token(do.to(v.dtype))
+    shape, packed = (*q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3]), cu_seqlens is not None
+    (B, T), (H, HV, K, V) = q.shape[:2], shape
+    N = len(cu_seqlens) - 1 if packed else B
+    device, copied = device_of(q.device), can_copy(q, k, v, do)
+    if config is None:
+        config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
+    C, BV, KP, tma = config.C, config.BV, power_of_two(K), config.tma and copied
+    slots, widest = T // C + N + 1 if packed else B * -(-T // C), max(BV, config.block)
+    NK, VP = -(-K // config.BK), -(-V // widest) * widest
+    q_, k_, v_, g_, b_, o_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta, do))
+    gates = (
+        g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
+        2.0 if allow_neg_eigval else 1.0,
+    )  # fmt: skip
+    fine = torch.float32 if q.dtype == torch.float32 else torch.float16
+    sizes = (T, N, slots)
+    prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, fine, config)
+    scan = (*shape, C, KP, BV, VP, Prepare.APART, packed)
+    launches = {
+        "states": Launch(
+            states_kernel, N * HV * (VP // BV),
+            (T, slots, k_, v_, *_strides(initial, state_v_first), *scan, initial is not None, tma, config.stages),
+            num_warps=config.warps, num_stages=config.stages,
+        ),
+        "adjoints": Launch(
+            adjoints_kernel, N * HV * (VP // BV),
+            (T, slots, q_, k_, o_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
+             state_v_first, tma, config.stages_back),
+            num_warps=config.warps, num_stages=config.stages_back,
+        ),
+        "gradients": Launch(
+            gradients_kernel, slots * H * NK,
+            (*sizes, scale, q_, k_, o_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
+             config.gradient_stages, _pair_sums(q)),
+            num_warps=config.gradient_warps, num_stages=config.gradient_stages,
+        ),
+        "finish": Launch(
+            finish_kernel, slots * HV,
+            (*sizes, g_, b_, HV, C, NK, min(config.BK, config.block), packed, *gates[:-1]), num_warps=2,
+        ),
+    }  # fmt: skip
+    if use_qk_l2norm and NK > 1:
+        for name in ("lengths", "lengths_last"):
+            constants = (*sizes, q_, k_, H, K, C, KP, packed, name == "lengths_last")
+            launches[name] = Launch(lengths_kernel, slots * H, constants, num_warps=8)
+    shapes = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config)
+    return Plan(prepare, launches, shapes, q.device, tma, dtypes)
+
+
+def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config) -> dict:
+    """Shape and dtype of all that a call allocates besides A, P and their factors."""
+    (H, HV), C, single = (q.shape[2], v.shape[2]), config.C, torch.float32
+    return {
+        "S": ((HV, slots, VP, KP), q.dtype),
+        "dS": ((HV, slots, VP, KP), q.dtype),
+        "E": ((HV, slots, C, VP), q.dtype),
+        "lengths": ((H, slots, 2, C), single),
+        "sums": ((NK, HV, slots, 5 * C + min(config.BK, config.block)), single),
+        "dq": (q.shape, q.dtype),
+        "dk": (k.shape, q.dtype),
+        "dv": (v.shape, v.dtype),
+        **({} if initial is None else {"dinitial": (initial.shape, initial.dtype)}),
+        **({} if g is None else {"dg": (g.shape, g.dtype if A_log is None else single)}),
+        **({} if beta is None else {"dbeta": (beta.shape, beta.dtype)}),
+        **({} if A_log is None else {"share": (g.shape, single)}),
+    }
+
+
+def _pair_sums(q: Tensor):
+    """In which dtype pairs of tokens are added up: bfloat16 wherever a tensor core does it, float16 inputs too, since
+    what fast decays leave of a pair may lie below its smallest number."""
+    return tl.float32 if q.dtype == torch.float32 or q.device.type == "cpu" else tl.bfloat16
+
+
+def _strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
+    """Strides of a state's sequences, heads, V and K."""
+    if state is None:
+        return 0, 0, 0, 0
+    n, h, row, column = state.stride()
+    return (n, h, row, column) if v_first else (n, h, column, row)
+
+
+# ---------------------------------------------------------------------------------------------------- compile test
+
+
+def compile_targets(architecture: str) -> list[CompileTarget]:
+    """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
+    targets = []
+    for itemsize, wide in SAFE:
+        configs = configs_for(architecture, itemsize, 256 if wide else 128)
+        for config in configs:
+            how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
+            targets += _targets_of(config, *how, all_kernels=config == configs[0])
+    return targets
+
+
+def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
+    where = f"{dtype}/K{K}/C{config.C}"
+    gates = {
+        "HAS_G": True, "RAW_G": True, "HAS_BIAS": True, "HAS_BETA": True, "RAW_BETA": True, "LARGEST_BETA": 1.0,
+    }  # fmt: skip
+    scan = {
+        "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K, "APART": Prepare.APART,
+        "PACKED": True, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True, "V_FIRST": True, "NORM": True,
+        "TMA": config.tma, **gates,
+    }  # fmt: skip
+    hot = dtype != "fp32"
+    states = {"num_warps": config.warps, "num_stages": config.stages, "hot": hot}
+    adjoints = {"num_warps": config.warps, "num_stages": config.stages_back, "hot": hot}
+    name = f"{where}/BV{config.BV}"
+    targets = [
+        _target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states),
+        _target(f"adjoints/{name}", adjoints_kernel, dtype, {**scan, "STAGES": config.stages_back}, **adjoints),
+    ]
+    blocks = {
+        **scan, "BK": config.BK, "BV": config.block, "KP": K, "STAGES": config.gradient_stages, "NORM": False,
+        "SUM": tl.float32 if dtype == "fp32" else tl.bfloat16,
+    }  # fmt: skip
+    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot}
+    name = f"{where}/BK{config.BK}/BV{config.block}"
+    targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
+    if not all_kernels:
+        return targets
+    targets.append(_target(f"gradients/{name}/norm", gradients_kernel, dtype, {**blocks, "NORM": True}, **how))
+    sums = {**scan, "NK": -(-K // config.BK), "W": min(config.BK, config.block)}
+    targets.append(_target(f"finish/{where}", finish_kernel, dtype, sums, num_warps=2, hot=hot))
+    for last in (False, True):
+        name = f"lengths/{where}" + "/last" * last
+        targets.append(_target(name, lengths_kernel, dtype, {**scan, "LAST": last}, num_warps=8, hot=hot))
+    return targets
+
+
+def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
+    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "P", "S", "E", "dS")
+    singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
+    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
+    known |= {x: "*fp32" for x in (*singles, "dg", "dbeta", "share")}
+    known["A"] = "*fp32" if dtype == "fp32" else "*fp16"
+    constants = {x: constants[x] for x in kernel.arg_names if x in constants}
+    signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
+    strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))
+    return CompileTarget(name, kernel, signature, constants, divisible=strides, **options)
