@@ -269,7 +269,8 @@ def serve(inputs: RuleInputs, layer: GatedDeltaNet) -> tuple[Run, Run]:
     earlier request, here NaN, which has_initial_state = False tells to ignore.
     """
     T, (HV, V), K = inputs.q.shape[1], inputs.v.shape[2:], inputs.q.shape[-1]
-    pool, slot = torch.full((3, HV, V, K), float("nan")), torch.tensor([1])  # the pool stores Sᵀ
+    pool = torch.full((3, HV, V, K), float("nan"), dtype=torch.float32)  # the pool stores Sᵀ
+    slot = torch.tensor([1])
 
     def extend(bounds):
         outputs, clock = [], time.perf_counter()

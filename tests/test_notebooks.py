@@ -31,6 +31,7 @@ CHAPTERS = (
     "10_affine_maps_compose",
     "11_serving",
     "12_equation_to_triton",
+    "13_a_model_that_learns",
 )
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

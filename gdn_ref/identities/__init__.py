@@ -16,12 +16,12 @@ try:
 except ImportError as error:
     raise ImportError('the proofs need SymPy, which is not installed: pip install "gdn_ref[notebooks]"') from error
 
-from . import ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10, ch11, ch12
+from . import ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10, ch11, ch12, ch13
 from .algebra import Identity, ProofError
 
 __all__ = ["IDENTITIES", "Identity", "ProofError", "Result", "check", "get", "prove"]
 
-CHAPTERS = (ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10, ch11, ch12)
+CHAPTERS = (ch01, ch02, ch03, ch04, ch05, ch06, ch07, ch08, ch09, ch10, ch11, ch12, ch13)
 IDENTITIES = [identity for chapter in CHAPTERS for identity in chapter.IDENTITIES]
 
 
