@@ -66,7 +66,11 @@ def sequence(function: Callable, names: tuple[str, str, str] = ("q", "k", "v")) 
             kwargs |= dict(A_log=call.A_log, dt_bias=call.dt_bias)
             kwargs |= {n: True for n in ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel") if n in parameters}
         out = function(**kwargs)
-        return Result(*out) if isinstance(out, tuple) else Result(out, None)
+        if not isinstance(out, tuple | list):
+            return Result(out, None)
+        if len(out) != 2:
+            raise ValueError(f"found {len(out)} results, expected (o, final state), or o alone")
+        return Result(*out)
 
     named = {feature for parameter, feature in BY_PARAMETER.items() if parameter in parameters}
     return run, frozenset({*ASSUMED, *named})

@@ -122,7 +122,9 @@ def unit(x: Tensor) -> Tensor:
 
 def make(recipe: Recipe, device: str = "cpu") -> Call:
     """The tensors of a recipe, each rounded to the dtype it is passed in."""
-    r = recipe if recipe.lengths is None else recipe._replace(T=sum(recipe.lengths))
+    r = recipe
+    if r.lengths is not None:
+        r = r._replace(T=sum(r.lengths), lengths=tuple(r.lengths))  # JSON makes a list of it
     source = Source(*r._replace(dtype="", note=""))  # the same numbers in every dtype
     narrow, wide = getattr(torch, r.dtype), torch.float64 if r.dtype == "float64" else torch.float32
     q, k = _queries(r, source), _keys(r, source)

@@ -17,8 +17,8 @@ CHAPTERS = {
     5: "notebooks/05_gate.ipynb",
     6: "notebooks/06_inverse.ipynb",
     7: "notebooks/07_range_and_precision.ipynb",
-    8: "notebooks/08_backward_token_by_token.ipynb",
-    9: "notebooks/09_backward_by_chunk.ipynb",
+    8: "notebooks/08_backward_token.ipynb",
+    9: "notebooks/09_backward_chunk.ipynb",
     10: "notebooks/10_affine_maps_compose.ipynb",
     11: "notebooks/11_serving.ipynb",
 }
