@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from helpers import (
     without,
     worst,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -767,6 +769,32 @@ def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainl
     with pytest.raises((ValueError, RuntimeError, NotImplementedError), match="triton") as refused:
         op(**x, backend="triton")
     assert "\n" not in str(refused.value).strip()
+
+
+# ================================================================ 7 cards
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.bfloat16), ((7, 0), torch.float16), ((6, 1), None)])
+def test_H04_cards_too_old_for_the_kernels_are_known_before_anything_is_compiled(capability, dtype, monkeypatch):
+    """T4, V100 and older: one line that says which card, what it has and what is needed; "auto" goes to PyTorch."""
+    launcher = types.SimpleNamespace(recall=lambda kind: None, kind_of_call=lambda *call: ())  # nothing that compiles
+    monkeypatch.setattr(gdn_ref.ops, "_kernels", lambda: launcher)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    has = "compute capability 8.0, and cuda:0 has " + ".".join(map(str, capability))
+    with FakeTensorMode():
+        q, g = torch.empty(1, 70, 1, 16, device="cuda", dtype=dtype), torch.empty(1, 70, 1, device="cuda")
+        chosen = gdn_ref.which_backend(q), gdn_ref.which_backend(q, decode=True)
+        for call in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule):
+            with pytest.raises(RuntimeError) as refused:
+                call(q, q, q, g=g, beta=g, backend="triton")
+            assert has in str(refused.value) and "'torch'" in str(refused.value) and "\n" not in str(refused.value)
+            monkeypatch.setenv("GDN_REF_STRICT", "1")
+            with pytest.raises(RuntimeError, match=re.escape(has)):
+                call(q, q, q, g=g, beta=g)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        assert gdn_ref.which_backend(q).name == "triton"
+    assert [b.name for b in chosen] == ["torch", "recurrent"] and all(has in b.reason for b in chosen)
 
 
 # ================================================================ 8 memory and notices
