@@ -25,7 +25,7 @@ import triton.language as tl
 
 from .gates import log1p_exp, log_decay, write_strength
 from .prep import BETA, END, FACTORS, QUERY, READ, REST, SCORE, WHOLE, WRITE, inverse_lengths, unscaled
-from .scan import read_tile, rows_of, step, write_tile
+from .scan import read_tile, rows_of, write_tile
 from .tiles import first_slot, load_rows, locate, power, store_rows
 
 # ------------------------------------------------------------------------------------------ what the kernels share
@@ -127,9 +127,11 @@ def states_kernel(
         end = tl.load(p_factors + END * C)
         # compute and store
         write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
-        b_S, b_E, top = step(b_S, b_k, b_v, b_A, read, write, end)
-        b_E = (b_E * top[:, None]).to(E.dtype.element_ty)
-        write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E), C, BV, TMA)
+        U = tl.dot(b_S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
+        W, top = unscaled(tl.trans(b_v).to(tl.float32) - read[None, :] * U)  # (5.4)
+        b_E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
+        b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
+        write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
 
 
 @triton.jit
@@ -164,15 +166,15 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
 @triton.jit(do_not_specialize=["T", "slots"])
 def adjoints_kernel(
     q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu_seqlens,
-    T, slots, q_stride, k_stride, do_stride, final_n, final_h, final_v, final_k,
+    T, slots, q_stride, k_stride, final_n, final_h, final_v, final_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VP: tl.constexpr, APART: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
     HAS_DINITIAL: tl.constexpr, V_FIRST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The scan in reverse: BV columns of V of one value head of one sequence, from its last chunk to its first.
 
-    do: token rows; dfinal: the gradient of the final state in any layout. Writes dS [HV, slots, VP, BK], the adjoint of
-    the state after every chunk, transposed as S is; dv [.., HV, V]; dinitial [N, HV, V, K], or [N, HV, K, V] unless
+    do: [.., HV, V]; dfinal: the gradient of the final state in any layout. Writes dS [HV, slots, VP, BK], the adjoint
+    of the state after every chunk, transposed as S is; dv [.., HV, V]; dinitial [N, HV, V, K], or [N, HV, K, V] unless
     V_FIRST.
     """
     NV: tl.constexpr = VP // BV
@@ -185,7 +187,7 @@ def adjoints_kernel(
     width = V - iv * BV
     m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
-    m_do = rows_of(do + start * do_stride + h * V + iv * BV, do_stride, L, width, C, BV, TMA)
+    m_do = rows_of(do + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
     m_dv = rows_of(dv + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
     m_A = rows_of(A + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
     m_P = rows_of(P + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
@@ -207,7 +209,7 @@ def adjoints_kernel(
         b_P = read_tile(m_P, APART * row, C, APART * NT * C, C, C, C, TMA)
         b_A = read_tile(m_A, APART * row, C, APART * NT * C, C, C, C, TMA)
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
-        b_do = read_tile(m_do, row, do_stride, L, width, C, BV, TMA)
+        b_do = read_tile(m_do, row, HV * V, L, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
         read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
         query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
@@ -261,45 +263,30 @@ def decay_pair(whole_2, rest_2, whole, rest, zero, C: tl.constexpr):
 
 @triton.jit
 def through_norm(dx, x, length):
-    """The gradient of x from that of x / |x|: what points along x is lost   (2.5)"""
+    """dx, the gradient of x/|x| over |x|, without what of it points along x: that is lost   (2.5)"""
     x = x.to(tl.float32) * length[:, None]
-    return length[:, None] * (dx - x * tl.sum(x * dx, 1)[:, None])
+    return dx - x * tl.sum(x * dx, 1)[:, None]
 
 
 @triton.jit
-def to_the_end(c, b_k, length_k, p_factors, p_sums, C: tl.constexpr):
-    """beta l (E dS'^T): what the state after the chunk asks of its keys. Stores k.(l (E dS'^T))."""
-    i = tl.arange(0, C)
-    whole_C, rest_C = tl.load(p_factors + WHOLE * C + C - 1), tl.load(p_factors + REST * C + C - 1)
-    late = power(whole_C - tl.load(p_factors + WHOLE * C + i), rest_C - tl.load(p_factors + REST * C + i))
-    tl.store(p_sums + 4 * C + i, tl.sum(c * b_k, 1) * (late * length_k))
-    return c * (late * tl.load(p_factors + BETA * C + i))[:, None]
-
-
-@triton.jit
-def from_the_start(xa, b_qk, weight, p_factors, p_sums, C: tl.constexpr):
-    """gamma (do S^T) over gamma (dv S^T): what q and k read of the state before the chunk. Stores y, in two halves."""
-    pair = tl.arange(0, 2 * C)
-    xa *= power(tl.load(p_factors + WHOLE * C + pair % C), tl.load(p_factors + REST * C + pair % C))[:, None]
-    tl.store(p_sums + C + pair, tl.sum(xa * b_qk, 1) * weight)
-    return xa
-
-
-@triton.jit
-def inside(FJ, xa, both, n_k, b_qk, b_k, zero, weight, length_k, p_factors, p_sums, C: tl.constexpr, SUM: tl.constexpr):
-    """What pairs of tokens of the chunk do to each other: xa + F (beta K) over J (beta K), and beta (scale F^T Q -
-    J^T K). Stores X across tokens, and the share of dbeta."""
+def inside(
+    FJ, sum_xa, sum_c, both, b_qk, b_k, weight, length_k, zero, p_factors, p_sums, C: tl.constexpr, SUM: tl.constexpr
+):
+    """What pairs of tokens of the chunk do to each other: sum_xa + F (beta K) over J (beta K), and sum_c + beta (F^T Q
+    - J^T K). Stores X across tokens, and k.(F^T Q - J^T K)."""
     pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
     whole, rest = tl.load(p_factors + WHOLE * C + i), tl.load(p_factors + REST * C + i)
     whole_2, rest_2 = tl.load(p_factors + WHOLE * C + pair % C), tl.load(p_factors + REST * C + pair % C)
-    beta = tl.load(p_factors + BETA * C + i)
+    beta = tl.load(p_factors + BETA * C + i) * length_k
 
-    FJ *= decay_pair(whole_2, rest_2, whole, rest, zero, C)
-    c = tl.dot(tl.trans((FJ * weight[:, None]).to(b_qk.dtype)), b_qk, input_precision="ieee")
-    tl.store(p_sums + 3 * C + i, tl.sum(c * n_k, 1) * length_k)
-    FJ *= (beta * length_k)[None, :]
-    tl.store(p_sums + i, across(FJ * both, zero, C, SUM))
-    return tl.dot(FJ.to(b_k.dtype), b_k, acc=xa, input_precision="ieee"), c * beta[:, None]
+    FJ *= decay_pair(whole_2, rest_2, whole, rest, zero, C) * weight[:, None]
+    written = (FJ * beta[None, :]).to(b_k.dtype)
+    c = tl.dot(tl.trans(FJ.to(b_qk.dtype)), b_qk, input_precision="ieee")
+    tl.store(p_sums + 3 * C + i, tl.sum(c * as_it_is(b_k, zero), 1) * length_k)
+    sum_c += c * beta[:, None]
+    sum_xa = tl.dot(written, b_k, acc=sum_xa, input_precision="ieee")
+    tl.store(p_sums + i, across(written * both.to(tl.float32), zero, C, SUM))
+    return sum_xa, sum_c
 
 
 @triton.jit
@@ -327,7 +314,7 @@ def no_gradients(
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def gradients_kernel(
     q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu_seqlens,
-    T, N, slots, scale, q_stride, k_stride, do_stride,
+    T, N, slots, scale, q_stride, k_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr,
@@ -359,8 +346,7 @@ def gradients_kernel(
     x_q, x_k = q + token * q_stride + h * K + block * BK, k + token * k_stride + h * K + block * BK
     b_qk = load_pair(x_q, x_k, q_stride, k_stride, left, width, C, BK)
     b_k = load_rows(x_k, k_stride, i, column, left, width)
-    weight = tl.where(pair < C, scale, -1.0)
-    length_k = tl.full([C], 1.0, tl.float32)
+    weight, length_k = tl.where(pair < C, scale, -1.0), tl.full([C], 1.0, tl.float32)  # of q and of -k
     if NORM:
         p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
         if NK == 1:
@@ -369,8 +355,7 @@ def gradients_kernel(
         else:
             weight *= tl.load(p_lengths + pair)
             length_k = tl.load(p_lengths + C + i)
-    both = tl.dot(b_qk, tl.trans(b_k), input_precision="ieee") * weight[:, None]  # scale Q K^T, and -K K^T below it
-    both = both.to(SUM)
+    both = tl.dot(b_qk, tl.trans(b_k), input_precision="ieee").to(SUM)  # Q K^T, and K K^T below it
     m_E = rows_of(E, VP, HV * slots * C, VP, C, BV, TMA)
     m_S = rows_of(S + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
     m_dS = rows_of(dS + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
@@ -382,10 +367,8 @@ def gradients_kernel(
         # load
         hv, iv = h * (HV // H) + r // NV, r % NV
         unit = hv.to(tl.int64) * slots + slot
-        at = hv * V + iv * BV
-        b_d = load_pair(
-            do + token * do_stride + at, dv + token * (HV * V) + at, do_stride, HV * V, left, V - iv * BV, C, BV
-        )
+        at = (token * HV + hv) * V + iv * BV
+        b_d = load_pair(do + at, dv + at, HV * V, HV * V, left, V - iv * BV, C, BV)
         b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
         b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
         b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
@@ -393,37 +376,41 @@ def gradients_kernel(
         last = iv == NV - 1
         p_factors = factors + unit * (FACTORS * C)
         p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + W)
+        # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them,
+        # and fill the registers.
         zero = tl.where(tl.load(p_factors + WHOLE * C) > 1.0, 1, 0)
-        n_qk, n_k, n_both = as_it_is(b_qk, zero), as_it_is(b_k, zero), as_it_is(both, zero)
         if BK < BV:
             ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
         else:
             ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
         if last:
-            tl.store(p_sums + 5 * C + w, tl.sum(tl.where(w[:, None] == w[None, :], ends, 0.0), 1))
+            diagonal = (w[:, None] == w[None, :] + zero) & (w < W)[:, None]
+            tl.store(p_sums + 5 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
             ends = tl.zeros([W, W], tl.float32)
         c = tl.dot(b_E, b_dS, acc=c, input_precision="ieee")
-        if last:
-            sum_c += to_the_end(c, n_k, length_k, p_factors, p_sums, C)
+        if last:  # E dS'^T: what the state after the chunk asks of its keys
+            tl.store(p_sums + 4 * C + i, tl.sum(c * as_it_is(b_k, zero), 1) * length_k)
+            sum_c += c * tl.load(p_factors + WRITE * C + i)[:, None]
             c = tl.zeros([C, BK], tl.float32)
         xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
-        if last:
-            sum_xa += from_the_start(xa, n_qk, weight, p_factors, p_sums, C)
+        if last:  # do S^T over dv S^T: what q and k read of the state before it
+            xa *= tl.load(p_factors + tl.where(pair < C, QUERY * C, READ * C - C) + pair)[:, None]
+            xa = tl.where((pair < C)[:, None], xa, -xa)
+            tl.store(p_sums + C + pair, tl.sum(xa * as_it_is(b_qk, zero), 1))  # y
+            sum_xa += xa
             xa = tl.zeros([2 * C, BK], tl.float32)
         FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
         if last:
-            sum_xa, c_inside = inside(
-                FJ, sum_xa, n_both, n_k, b_qk, b_k, zero, weight, length_k, p_factors, p_sums, C, SUM
-            )
-            sum_c += c_inside
+            sum_xa, sum_c = inside(
+                FJ, sum_xa, sum_c, both, b_qk, b_k, weight, length_k, zero, p_factors, p_sums, C, SUM
+            )  # fmt: skip
             FJ = tl.zeros([2 * C, C], tl.float32)
 
-    x, a = tl.split(tl.permute(tl.reshape(sum_xa, [2, C, BK]), (1, 2, 0)))
-    b_dq, b_dk = x * scale, sum_c - a
+    b_dq, b_dk = tl.split(tl.permute(tl.reshape(sum_xa, [2, C, BK]), (1, 2, 0)))
+    b_dk += sum_c
     if NORM and NK == 1:
         b_q = load_rows(x_q, q_stride, i, column, left, width)
-        b_dq = through_norm(b_dq, b_q, inverse_lengths(b_q))
-        b_dk = through_norm(b_dk, b_k, length_k)
+        b_dq, b_dk = through_norm(b_dq, b_q, inverse_lengths(b_q)), through_norm(b_dk, b_k, length_k)
     corner = (token * H + h) * K + block * BK
     store_rows(dq + corner, H * K, i, column, left, width, b_dq)
     store_rows(dk + corner, H * K, i, column, left, width, b_dk)
@@ -453,24 +440,26 @@ def finish_kernel(
         token, written = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
 
     # load
-    across, y, from_end = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    d_beta, ends = tl.zeros([C], tl.float32), tl.zeros([W], tl.float32)
+    across, y, d_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    to_end, from_last, ends = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([W], tl.float32)
     after = valid & (i > 0)
     for block in range(NK):
         p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (5 * C + W)
         across += tl.load(p_sums + i, mask=valid, other=0.0)
         y += tl.load(p_sums + C + i, mask=valid, other=0.0) + tl.load(p_sums + 2 * C + i, mask=valid, other=0.0)
         d_beta += tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
-        d_beta += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
-        from_end += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
+        to_end += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
+        from_last += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
         ends += tl.load(p_sums + 5 * C + w, mask=w < left * W, other=0.0)
     p_factors = factors + (h.to(tl.int64) * slots + slot) * (FACTORS * C)
     b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
-    z = from_end * tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
+    beta_last = tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
     end = tl.load(p_factors + END * C, mask=left > 0, other=0.0)
 
     # compute and store
+    z = beta_last * late(p_factors, i - 1, after, left, C) * from_last
     d_g = across + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end
+    d_beta += late(p_factors, i, valid, left, C) * to_end
     at = (token + i) * HV + h
     if RAW_G:  # g = -exp(A_log) softplus(a), so that dg/dA_log = g and dg/da = g sigmoid(a) / softplus(a)   (7.6)
         a = tl.load(g + (token + i) * g_stride + h, mask=valid, other=0.0).to(tl.float32)
@@ -486,6 +475,15 @@ def finish_kernel(
         tl.store(dg + at, tl.where(valid, d_g, 0.0).to(dg.dtype.element_ty), mask=written)
     if HAS_BETA:
         tl.store(dbeta + at, tl.where(valid, d_beta, 0.0).to(dbeta.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def late(p_factors, i, mask, left, C: tl.constexpr):
+    """gamma_C / gamma_i: what is left of token i at the chunk's end."""
+    whole_C = tl.load(p_factors + WHOLE * C + C - 1, mask=left > 0, other=0.0)
+    rest_C = tl.load(p_factors + REST * C + C - 1, mask=left > 0, other=0.0)
+    whole = tl.load(p_factors + WHOLE * C + i, mask=mask, other=0.0)
+    return power(whole_C - whole, rest_C - tl.load(p_factors + REST * C + i, mask=mask, other=0.0))
 
 
 @triton.jit

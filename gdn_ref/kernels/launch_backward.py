@@ -26,7 +26,7 @@ from .backward import (
     lengths_kernel,
     states_kernel,
 )
-from .launch import Device, Launch, arrange, by_token, can_copy, device_of, kind_of_call, power_of_two
+from .launch import Device, Launch, arrange, can_copy, device_of, kind_of_call, power_of_two
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .targets import CompileTarget
 
@@ -113,7 +113,7 @@ class Plan:
     def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved):
         """The gradients of chunk_backward, from its inputs as they came."""
         q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
-        do = torch.zeros_like(v) if do is None else by_token(do.to(v.dtype))
+        do = torch.zeros_like(v) if do is None else do.to(v.dtype).contiguous()
         if self.device.type == "cpu":
             return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved)
         with torch.cuda.device(self.device):
@@ -208,7 +208,8 @@ def chunk_backward(
 ) -> tuple[Tensor | None, ...]:
     """The fused backward pass. Arguments are those of launch.chunk_forward, and are not checked here either.
 
-    do: [B,T,HV,V], dht: as the final state, float32; either may be None (0). Any strides. saved: what the forward kept,
+    do: [B,T,HV,V], dht: as the final state, float32; either may be None (0). Any strides, but do is copied where it is
+    not contiguous. saved: what the forward kept,
     (A, P, factors, S, E), or None, which makes it again. config stands in for the one chosen by shape and device.
 
     Returns (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial), each in the dtype of what it is the gradient of and
@@ -245,17 +246,17 @@ def make_plan(
     """The plan of a call: configuration, grids and every number that kernels are given. See chunk_backward."""
     dtypes = tuple(None if x is None else x.dtype for x in (q, k, v, g, beta, A_log, dt_bias, initial))
     q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
-    do = v if do is None else by_token(do.to(v.dtype))
     shape, packed = (*q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3]), cu_seqlens is not None
     (B, T), (H, HV, K, V) = q.shape[:2], shape
     N = len(cu_seqlens) - 1 if packed else B
+    do = v if do is None else do.to(v.dtype).contiguous()
     device, copied = device_of(q.device), can_copy(q, k, v, do)
     if config is None:
         config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
     C, BV, KP, tma = config.C, config.BV, power_of_two(K), config.tma and copied
     slots, widest = T // C + N + 1 if packed else B * -(-T // C), max(BV, config.block)
     NK, VP = -(-K // config.BK), -(-V // widest) * widest
-    q_, k_, v_, g_, b_, o_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta, do))
+    q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
     gates = (
         g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
         2.0 if allow_neg_eigval else 1.0,
@@ -272,13 +273,13 @@ def make_plan(
         ),
         "adjoints": Launch(
             adjoints_kernel, N * HV * (VP // BV),
-            (T, slots, q_, k_, o_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
+            (T, slots, q_, k_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
              state_v_first, tma, config.stages_back),
             num_warps=config.warps, num_stages=config.stages_back,
         ),
         "gradients": Launch(
             gradients_kernel, slots * H * NK,
-            (*sizes, scale, q_, k_, o_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
+            (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
              config.gradient_stages, _pair_sums(q)),
             num_warps=config.gradient_warps, num_stages=config.gradient_stages,
         ),
