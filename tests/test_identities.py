@@ -173,6 +173,15 @@ def state_before_the_write(k, v, alpha, beta, do, S, S_after, Lambda):
     return S @ do, *TOKEN_BACKWARD(k, v, alpha, beta, do, S, S_after, Lambda)[1:]
 
 
+def undecayed_memory(k, v, alpha, beta, do, S, S_after, Lambda):
+    *others, dg, dbeta = TOKEN_BACKWARD(k, v, alpha, beta, do, S, S_after, Lambda)
+    return *others, np.sum(Lambda), dbeta
+
+
+def adjoints_of_all(q, k, alpha, beta, dO, dS):
+    return exact.states(q, dO, alpha, beta, dS)[1:]            # from the wrong end
+
+
 def left_inverse(k, beta, Gamma):
     return exact.solve_tril(exact.chunk_scaled_dot_kkt_fwd(k, beta, Gamma))
 
@@ -193,6 +202,10 @@ def shares_without_the_end(*chunk):
     X = DECAY_SHARES(*chunk)
     X[-1] = X[-1] * 0
     return X
+
+
+def shares_with_a_floor(q, k, beta, gamma, Gamma, *rest):
+    return DECAY_SHARES(q, k, beta, gamma + 1, Gamma + 1, *rest)    # as a clamp of a decay would have it
 
 
 def pairs_up_to_the_token(X):
@@ -231,6 +244,8 @@ MUTANTS = [
     ("8.6", "adjoint_before", no_reflection),
     ("8.7", "token_backward", state_before_the_write),
     ("8.8", "adjoint_before", no_reflection),
+    ("8.9", "token_backward", undecayed_memory),
+    ("8.10", "adjoints", adjoints_of_all),
     ("9.1", "tril_inverse_backward", lambda T, dT: -np.tril(T @ dT @ T, -1)),
     ("9.2", "tril_inverse_backward", lambda T, dT: -np.tril(T @ dT @ T, -1)),
     ("9.3", "right_inverse", left_inverse),
@@ -246,6 +261,7 @@ MUTANTS = [
     ("9.12", "decay_shares", shares_without_the_end),
     ("9.13", "decay_shares", shares_without_the_end),
     ("9.13", "decay_backward", pairs_up_to_the_token),
+    ("9.14", "decay_shares", shares_with_a_floor),
     ("9.15", "values_backward", outputs_only),
     ("9.15", "decay_backward", pairs_up_to_the_token),
     ("10.1", "chunk_map", undecayed_map),
