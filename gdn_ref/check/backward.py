@@ -78,15 +78,18 @@ def gradients_width_128(probe: Probe) -> None:
     """K = V = 128, ordinary and slow decays."""
     for dtype in probe.dtypes:
         for decays in ("ordinary", "slow"):
-            probe.agrees(gradients=True, K=128, V=128, decays=decays, dtype=dtype)
+            wide = [dict(K=128, V=128, decays=decays, dtype=dtype)]
+            for recipe in probe.fitting(wide, lambda r: r.K == r.V == 128, "asked with other widths only"):
+                probe.agrees(gradients=True, **recipe)
 
 
 @holds("gradients, grouped heads", "a key head's gradient is the sum over its value heads", chapter=11,
        needs="gradients gva")  # fmt: skip
 def gradients_grouped(probe: Probe) -> None:
     """Ratios 3 and 4."""
-    for ratio in (3, 4):
-        probe.agrees(gradients=True, H=2, HV=2 * ratio, T=70)
+    recipes = [dict(H=2, HV=2 * ratio, T=70) for ratio in (3, 4)]
+    for recipe in probe.fitting(recipes, lambda r: r.HV > r.H, "asked with HV = H only"):
+        probe.agrees(gradients=True, **recipe)
 
 
 @holds("gradients, packing", "no gradient crosses a boundary", chapter=11, needs="gradients packed")

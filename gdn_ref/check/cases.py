@@ -85,7 +85,8 @@ def fit(recipe: Recipe, offers: Offers) -> Recipe:
     if "gva" not in has:
         r = r._replace(HV=r.H)
     if offers.widths is not None and (r.K, r.V) not in offers.widths:
-        r = r._replace(K=offers.widths[0][0], V=offers.widths[0][1])
+        widths = [w for w in offers.widths if (w[0] < w[1]) == (r.K < r.V)] or list(offers.widths)
+        r = r._replace(K=widths[0][0], V=widths[0][1])
     if "widths" not in has and r.K != r.V:
         r = r._replace(V=r.K)
     if "initial_state" not in has:

@@ -117,24 +117,27 @@ def chunk_size(probe: Probe) -> None:
 @holds("grouped heads", "value head h reads with key head h // (HV / H), for every ratio", chapter=11, needs="gva")
 def grouped_heads(probe: Probe) -> None:
     """Ratios 2, 3, 4 and 8, with two key heads so that a wrong order of heads shows."""
-    for ratio in (2, 3, 4, 8):
-        probe.agrees(H=2, HV=2 * ratio, T=70)
+    recipes = [dict(H=2, HV=2 * ratio, T=70) for ratio in (2, 3, 4, 8)]
+    for recipe in probe.fitting(recipes, lambda r: r.HV > r.H, "asked with HV = H only"):
+        probe.agrees(**recipe)
 
 
 @holds("K other than V", "a width taken for the other goes unseen as long as both are equal", chapter=1, needs="widths")
 def unequal_widths(probe: Probe) -> None:
     """K < V and K > V."""
     sizes = [(16, 32), (32, 16), (64, 32), (32, 48)] + [(64, 128), (128, 64), (16, 256)] * probe.full
-    for K, V in sizes:
-        probe.agrees(K=K, V=V, T=70)
+    recipes = [dict(K=K, V=V, T=70) for K, V in sizes]
+    for recipe in probe.fitting(recipes, lambda r: r.K != r.V, "asked with K = V only"):
+        probe.agrees(**recipe)
 
 
 @holds("odd widths", "heads that are no power of two must be padded or masked, not cut", chapter=1, needs="widths",
        full=True)  # fmt: skip
 def odd_widths(probe: Probe) -> None:
     """8, 12, 24, 60 and 100."""
-    for width in (8, 12, 24, 60, 100):
-        probe.agrees(K=width, V=width, T=70)
+    recipes = [dict(K=width, V=width, T=70) for width in (8, 12, 24, 60, 100)]
+    for recipe in probe.fitting(recipes, lambda r: r.K & (r.K - 1), "asked with powers of two only"):
+        probe.agrees(**recipe)
 
 
 @holds("width 128", "the width that models use takes tiles and code of its own", chapter=1)
@@ -142,13 +145,16 @@ def width_128(probe: Probe) -> None:
     """K = V = 128, more than two chunks."""
     for dtype in probe.dtypes:
         for keys in ("random", "correlated"):
-            probe.agrees(K=128, V=128, keys=keys, decays="slow", dtype=dtype)
+            wide = [dict(K=128, V=128, keys=keys, decays="slow", dtype=dtype)]
+            for recipe in probe.fitting(wide, lambda r: r.K == r.V == 128, "asked with other widths only"):
+                probe.agrees(**recipe)
 
 
 @holds("scale from K", "the default scale is K^-1/2, not V^-1/2", chapter=1, needs="default_scale widths")
 def scale_from_k(probe: Probe) -> None:
     """K = 64, V = 16: the two differ by a factor of 2."""
-    probe.agrees(K=64, V=16, T=33)
+    for recipe in probe.fitting([dict(K=64, V=16, T=33)], lambda r: r.K != r.V, "asked with K = V only"):
+        probe.agrees(**recipe)
 
 
 @holds("scale given", "another scale replaces K^-1/2, it does not multiply it", chapter=1, needs="scale")

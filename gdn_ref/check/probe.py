@@ -41,6 +41,13 @@ class Probe:
         changes = {"dtype": self.dtypes[0], **changes}
         return cases.fit(Recipe(**changes), self.implementation.offers)
 
+    def fitting(self, recipes: list[dict], wanted: Callable[[Recipe], bool], why: str) -> list[dict]:
+        """Those of the recipes that are still what is wanted within the implementation's limits; a refusal if none."""
+        fitted = dict.fromkeys(r for r in (self.fit(**changes) for changes in recipes) if wanted(r))
+        if not fitted:
+            self.refusals.append(why)
+        return [r._asdict() for r in fitted]
+
     @property
     def dtypes(self) -> list[str]:
         """What a case runs in: on a GPU first bfloat16, else the first on offer; a second one in the full check."""

@@ -75,6 +75,11 @@ def check_named(spec: str, properties: list[Property], device: str = "cpu", full
     return check(implementation, properties, device, full, done)
 
 
+def is_fatal(finding: Finding) -> bool:
+    """Whether a call has left the GPU unusable for this process, so that all that follows would raise too."""
+    return finding.verdict == ERROR and any(word in finding.note for word in ("CUDA error", "illegal memory access"))
+
+
 def device_name(device: str) -> str:
     """What a report says it ran on."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
