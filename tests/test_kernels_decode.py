@@ -255,17 +255,27 @@ def test_pool_beyond_two_to_the_31():
 # ---------------------------------------------------------------- drafts
 
 
+def assert_same(a, b):
+    """Bitwise in the interpreter. On a GPU to rounding: a kernel that keeps the states is compiled apart, and either
+    product of the first pair in a sum along a row may become part of its multiply-add."""
+    if GPU:
+        a, b, bound = a.double(), b.double(), 1e-6 if a.dtype == torch.float32 else 1e-3
+        assert (a - b).norm() <= bound * b.norm()
+    else:
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("T, pool_dtype", [(8, torch.float32), (4, torch.bfloat16)])
 def test_states_after_each_token(T, pool_dtype):
-    """T14: states[:, n-1] is bitwise what a call with n tokens leaves in the pool; the answers are the same too."""
+    """T14: states[:, n-1] is what a call with n tokens leaves in the pool; the answers are the same too."""
     x = make(T=T, pool_dtype=pool_dtype)
     start = x["state_pool"].clone()
     o, states = decode(x, keep=True)
     assert states.dtype == pool_dtype and states.shape == (3, T, 2, 24, 16)
     for n in range(1, T + 1):
         y = {m: (t[:, :n] if m in "qkvab" else t) for m, t in x.items()} | {"state_pool": start.clone()}
-        assert torch.equal(decode(y), o[:, :n])
-        assert torch.equal(y["state_pool"][y["cache_indices"]], states[:, n - 1])
+        assert_same(decode(y), o[:, :n])
+        assert_same(y["state_pool"][y["cache_indices"]], states[:, n - 1])
 
 
 def test_rejected_drafts_leave_no_trace():
@@ -277,7 +287,9 @@ def test_rejected_drafts_leave_no_trace():
     for n, accepted in ((0, 2), (2, 3)):
         part = {m: (t[n : n + 1, :accepted] if m in "qkvab" else t) for m, t in plain.items()}
         decode(part | {"cache_indices": plain["cache_indices"][n : n + 1]})
-    assert torch.equal(x["state_pool"], plain["state_pool"])
+    idle = [s for s in range(6) if s not in (4, 2)]
+    assert_same(x["state_pool"], plain["state_pool"])
+    assert torch.equal(x["state_pool"][idle], plain["state_pool"][idle])
 
 
 def test_rollback_into_a_strided_pool():
