@@ -199,6 +199,25 @@ def test_bfloat16_models_keep_their_dtype():
     assert ours.dtype == torch.bfloat16 and error(ours, theirs) <= 5e-2
 
 
+def test_models_compiled_before(calls):
+    layer, x = make_model().model.layers[0].linear_attn, randn(rng("compiled"), 1, 70, SIZES["hidden_size"]).float()
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        theirs = compiled(x)
+        with drop_in.use():
+            assert error(compiled(x), theirs) <= BOUND and calls.chunk == 1
+        assert torch.equal(compiled(x), theirs) and calls.chunk == 1
+
+
+def test_an_export_takes_theirs(calls, monkeypatch):
+    model, tokens = make_model(), make_tokens(length=70)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    theirs = in_pieces(model, tokens, [0, 69, 70])
+    with drop_in.use():
+        assert torch.equal(in_pieces(model, tokens, [0, 69, 70]), theirs)
+    assert (calls.chunk, calls.token) == (0, 0)
+
+
 # ---------------------------------------------------------------- packed sequences
 
 

@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 from ..arguments import check_backend
 from ..ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -91,9 +93,10 @@ class _Slot:
     def __init__(self, module: ModuleType, rule: str):
         self.module, self.rule, self.holders = module, rule, []
 
-    def take(self, holder: Use, function: Callable) -> None:
+    def take(self, holder: Use, backend: str) -> None:
         if not self.holders:
             self.original = getattr(self.module, self.rule)
+        function = _MAKERS[self.rule](backend, self.original)
         self.holders.append((holder, function))
         setattr(self.module, self.rule, function)
 
@@ -124,16 +127,17 @@ def use(backend: str = "auto", *, untried: bool = False) -> Use:
     them comes back with the last to go.
 
     Packed sequences (cu_seq_lens_q) are kept apart by our rule; the convolution before it is transformers', and needs
-    its own package and seq_idx for that, of which a warning reminds when seq_idx is missing.
+    its own package and seq_idx for that, of which a warning reminds when seq_idx is missing.  Under torch.export
+    transformers takes its own PyTorch, whatever else is installed, and so it does here.
 
     Raises ImportError, naming the release found and those expected, when transformers is missing or not of them, and
     ValueError on another backend.
     """
     check_backend(backend)
     slots = [(module, rule) for module in _modules(untried) for rule in (CHUNK, TOKEN)]
-    functions, used = {CHUNK: _chunk_rule(backend), TOKEN: _token_rule(backend)}, Use(slots)
+    used = Use(slots)
     for module, rule in slots:
-        _held(module, rule).take(used, functions[rule])
+        _held(module, rule).take(used, backend)
     return used
 
 
@@ -148,8 +152,10 @@ def report() -> Report:
 # ---- our functions under transformers' names -------------------------------------------------------------------------
 
 
-def _chunk_rule(backend: str) -> Callable:
+def _chunk_rule(backend: str, original: Callable) -> Callable:
     def gdn_ref_chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, **options):
+        if _exporting():
+            return original(query, key, value, g, beta, chunk_size, **options)
         options = _known(options)
         return chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=chunk_size, backend=backend, **options)
 
@@ -157,12 +163,22 @@ def _chunk_rule(backend: str) -> Callable:
     return gdn_ref_chunk_gated_delta_rule
 
 
-def _token_rule(backend: str) -> Callable:
+def _token_rule(backend: str, original: Callable) -> Callable:
     def gdn_ref_recurrent_gated_delta_rule(query, key, value, g, beta, **options):
+        if _exporting():
+            return original(query, key, value, g, beta, **options)
         return fused_recurrent_gated_delta_rule(query, key, value, g, beta=beta, backend=backend, **_known(options))
 
     gdn_ref_recurrent_gated_delta_rule.serves = f"gdn_ref.fused_recurrent_gated_delta_rule, backend {backend}"
     return gdn_ref_recurrent_gated_delta_rule
+
+
+_MAKERS = {CHUNK: _chunk_rule, TOKEN: _token_rule}
+
+
+def _exporting() -> bool:
+    """Inside torch.export, where transformers takes its own PyTorch, whatever else is installed."""
+    return getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 has no such question
 
 
 def _known(options: dict) -> dict:
