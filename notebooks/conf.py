@@ -44,7 +44,8 @@ OWN_ENVIRONMENT = re.compile(r"\\begin\{(align|equation|gather|multline)\*?\}")
 def add_contents(app, docname, source):
     """Give index.md its table of contents; the file itself stays plain Markdown that reads the same anywhere."""
     if docname == "index":
-        pages = "\n".join(sorted(path.stem for path in HERE.glob("[0-9][0-9]_*.ipynb")))
+        found = sorted(HERE.glob("[0-9][0-9]_*.ipynb")) + sorted(HERE.glob("appendix_*.md"))
+        pages = "\n".join(path.stem for path in found)
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 

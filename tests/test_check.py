@@ -425,3 +425,43 @@ def test_refused_is_its_own_kind():
         adapters.refusing(lambda call: (_ for _ in ()).throw(RuntimeError("this Triton miscompiles")), "Triton")(None)
     with pytest.raises(RuntimeError, match="other"):
         adapters.refusing(lambda call: (_ for _ in ()).throw(RuntimeError("other")), "Triton")(None)
+
+
+# ---------------------------------------------------------------- the appendix
+
+
+APPENDIX = (ROOT / "notebooks" / "appendix_check.md").read_text()
+
+
+def test_the_appendix_runs():
+    for block in re.findall(r"```python\n(.*?)```", APPENDIX, re.S):
+        exec(compile(block, "appendix_check.md", "exec"), {"__name__": "appendix"})
+
+
+def test_the_appendix_speaks_of_properties_adapters_and_options_that_there_are(capsys):
+    names = {p.name for p in suite.PROPERTIES}
+    [places] = re.findall(r"## Where to look\n(.*?)\n## ", APPENDIX, re.S)
+    first = [row.split("|")[1] for row in places.splitlines() if row.startswith("|")]
+    spoken = set(re.findall(r"`([^`]+)`", " ".join(first)))
+    assert spoken and spoken <= names, spoken - names
+    [signatures] = re.findall(r"## Somebody else's signature\n(.*?)\n## ", APPENDIX, re.S)
+    assert set(re.findall(r"^\| `(\w+)`", signatures, re.M)) == set(adapters.ADAPTERS)
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    text = capsys.readouterr().out
+    for option in set(re.findall(r"(?<![\w-])--[a-z]+", APPENDIX)):
+        assert option in text, option
+
+
+def test_the_appendix_shows_a_line_as_it_is_printed():
+    [sample] = re.findall(r"```text\n(.*?)```", APPENDIX, re.S)
+    header, line = sample.splitlines()
+    printed = report.table(suite.check_named("gdn_ref", suite.choose(["lengths"]))).splitlines()
+    assert header == printed[1]
+    assert re.sub(r"\d", "0", line[:53]) == re.sub(r"\d", "0", printed[2][:53])
+
+
+def test_the_appendix_counts_the_mutants():
+    from test_check_mutants import MUTANTS
+
+    assert f"`tests/test_check_mutants.py` has {len(MUTANTS)}" in APPENDIX
