@@ -1,5 +1,6 @@
 """gdn_ref: the reference for Gated DeltaNet. Proved in the book, exact over rationals, run in torch."""
 
+from . import library as _library  # noqa: F401 - registers the compiler's op
 from .arguments import BACKENDS
 from .chunks import prepare_chunk_indices
 from .chunkwise import chunk_local_cumsum, chunk_scaled_dot_kkt_fwd, recompute_w_u_fwd, solve_tril

@@ -207,13 +207,13 @@ def check_cu_seqlens(cu_seqlens, T: int, B: int) -> int:
     if cu_seqlens is None:
         return B
     check_tensor("cu_seqlens", cu_seqlens, INTEGERS, {"N + 1": None})
-    if len(cu_seqlens) < 1:
+    if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens: found no entry, expected N + 1 boundaries, the first of them 0")
     if B != 1:
         raise ValueError(f"cu_seqlens: found with a batch of B = {B}, expected B = 1, all sequences packed in one row")
     if readable(cu_seqlens):
         _check_boundaries(cu_seqlens.tolist(), T)
-    return len(cu_seqlens) - 1
+    return cu_seqlens.shape[0] - 1  # len() would make a number of it for the compiler
 
 
 def compute_dtype(*inputs: Tensor) -> torch.dtype:

@@ -201,7 +201,7 @@ def chunkwise_backward(
     q, k, g, beta, scale: what it was given; batches and kept: what it left. do: [B,T,HV,V] and dstate: [N,HV,K,V], the
     gradients of its results, any strides. Tokens of no sequence get zeros. Source: book (9.3) to (9.14).
     """
-    (B, T), dstate = do.shape[:2], dstate.to(g.dtype)
+    (B, T), do, dstate = do.shape[:2], do.to(g.dtype), dstate.to(g.dtype)
     if not batches:
         return Gradients(*(g.new_zeros(x.shape) for x in (q, k, do, g, beta)), dstate.clone())
     runs = []

@@ -24,6 +24,14 @@ def l2norm(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)  # (2.5)
 
 
+def l2norm_backward(x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of x, in its dtype, from dy, that of l2norm(x): what of dy is across y, made longer (8.14)."""
+    wide = x.to(at_least_float32(x.dtype, dy.dtype))
+    r = torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
+    y = r * wide
+    return (r * (dy - y * (y * dy).sum(-1, keepdim=True))).to(x.dtype)  # (8.14)
+
+
 def raw_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Both gates of the layer from their raw projections (7.6).
 
@@ -44,6 +52,20 @@ def log_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor
     return -(A_log.to(dtype) + log_softplus(x)).clamp(max=LARGEST_LOG_RATE).exp()  # (7.6)
 
 
+def log_decay_backward(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor | None, dg: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of a, A_log and dt_bias, in their dtypes, from dg [..., HV], that of log_decay (8.13)."""
+    dtype = at_least_float32(a.dtype, A_log.dtype)
+    x = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
+    rate = A_log.to(dtype)
+    dg = torch.where(rate + log_softplus(x) <= LARGEST_LOG_RATE, dg, 0)
+    da = -dg * (rate + F.logsigmoid(x)).exp()  # (8.13)
+    dA_log = (dg * log_decay(a, A_log, dt_bias)).flatten(0, -2).sum(0)  # (8.13)
+    ddt_bias = None if dt_bias is None else da.flatten(0, -2).sum(0).to(dt_bias.dtype)
+    return da.to(a.dtype), dA_log.to(A_log.dtype), ddt_bias
+
+
 def log_softplus(x: Tensor) -> Tensor:
     """log(log(1 + e^x)) without underflow: below -20 it is x - e^x / 2 to the last digit. Same shape and dtype."""
     far = x.clamp(max=-20)
@@ -58,6 +80,12 @@ def write_strength(b: Tensor, allow_neg_eigval: bool = False) -> Tensor:
     """
     beta = torch.sigmoid(b.to(at_least_float32(b.dtype)))  # (7.6)
     return 2 * beta if allow_neg_eigval else beta
+
+
+def write_strength_backward(b: Tensor, dbeta: Tensor, allow_neg_eigval: bool = False) -> Tensor:
+    """The gradient of b, in its dtype, from dbeta, that of write_strength (8.13)."""
+    beta = torch.sigmoid(b.to(at_least_float32(b.dtype)))
+    return ((2 if allow_neg_eigval else 1) * dbeta * beta * (1 - beta)).to(b.dtype)  # (8.13)
 
 
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:

@@ -36,9 +36,10 @@ class BackendNotice(UserWarning):
 def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False, others: tuple = ()) -> Backend:
     """Which backend serves a call on x, and why.
 
-    x: an input, q say; its device, dtype, last axis (the head width) and whether it wants a gradient count. backend:
-    what the call asks for, "auto", "triton", "torch" or "recurrent". decode: ask for fused_recurrent_gated_delta_rule
-    instead of chunk_gated_delta_rule. others: further inputs, or None, which count like x.
+    x: an input, q say; its device, dtype and last axis (the head width) count. backend: what the call asks for, "auto",
+    "triton", "torch" or "recurrent". decode: ask for fused_recurrent_gated_delta_rule instead of
+    chunk_gated_delta_rule. others: further inputs, or None, which count like x. Whether a gradient is wanted makes no
+    difference: every backend has one.
 
     Raises ValueError on another name and RuntimeError where the backend asked for cannot serve.
     """
@@ -75,8 +76,6 @@ def _obstacle(x: Tensor, others: tuple) -> str | None:
         return "the Triton kernels do not calculate in float64"
     if (width := max(t.shape[-1] for t in tensors if t.dim() > 3 or t is x)) > LARGEST_KERNEL_WIDTH:
         return f"the Triton kernels take heads up to {LARGEST_KERNEL_WIDTH} wide, and these are {width}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "a gradient is wanted, and the Triton kernels run forward only"
     return None
 
 
@@ -132,52 +131,191 @@ def chunk_gated_delta_rule(
     chunk_size: the most tokens a chunk may have, 1 to 256 (torch takes 64 at most, fewer for narrow keys; the Triton
         kernels take what suits the device); it changes rounding and speed, not the result.
     backend: "auto" (Triton on a GPU, torch elsewhere), "triton", "torch" or "recurrent" (token by token, the
-        definition); see which_backend. The Triton kernels run forward only: where a gradient is wanted, torch serves.
+        definition); see which_backend.
 
     Returns (o [B, T, HV, V] in v's dtype, final state like initial_state in float32, or float64 for float64 q, k or
-    v; None unless output_final_state). Differentiable in every floating input. There is no mask: pad a plain batch
-    with beta = 0 and g = 0.
+    v; None unless output_final_state). Differentiable in every floating input; gradients come in the dtype of their
+    input, and the same bits come out of every run. A second derivative (create_graph=True) is taken through the token
+    recurrence by torch, and is an error by Triton. There is no mask: pad a plain batch with beta = 0 and g = 0.
 
     A float16 output cannot hold more than 65504 and overflows to inf beyond: take bfloat16 or float32 for v where a
-    readout may grow so large. Autocast does not reach inside: the dtypes of the inputs decide.
+    readout may grow so large. Autocast does not reach inside: the dtypes of the inputs decide. Under torch.compile the
+    call is one node of the graph: see library.py.
 
     Raises ValueError or TypeError, naming the argument, before anything is computed; RuntimeError if the backend
     asked for cannot serve.
 
     Source: Gated Delta Networks (arXiv 2412.06464), section 3; book (1.1), (5.3) to (5.6).
     """
+    if torch.compiler.is_compiling():  # one node of the compiler's graph; what is checked here, it checks when it runs
+        o, state = torch.ops.gdn_ref.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+            chunk_size, backend,
+        )  # fmt: skip
+        return o, state if output_final_state else None
     tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     options = (output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
         if plan := _recall(tensors, scale, options):
-            return plan.run(*tensors)
-    check_backend(backend)
-    sizes = check_delta_rule(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias, chunk_size=chunk_size,
-    )  # fmt: skip
-    scale = sizes.K**-0.5 if scale is None else scale
-    inputs = (k, v, g, beta, initial_state, A_log, dt_bias)
-    chosen = _announce(which_backend(q, backend, others=inputs), q).name
+            if not _wants_gradient(tensors):
+                return plan.run(*tensors)
+            return FusedDeltaRule.apply(q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
+    return run(Call(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, chunk_size, backend,
+    ))  # fmt: skip
+
+
+class Call(NamedTuple):
+    """The arguments of chunk_gated_delta_rule, in their order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    scale: float | None
+    initial_state: Tensor | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    cu_seqlens: Tensor | None
+    use_gate_in_kernel: bool
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    chunk_size: int
+    backend: str
+
+    def tensors(self) -> tuple:
+        """As the kernels' launchers order them."""
+        return (*self[:5], self.A_log, self.dt_bias, self.cu_seqlens, self.initial_state)
+
+    def options(self) -> tuple:
+        """As the kernels' launchers order them."""
+        return self[7:12]
+
+
+def check_call(call: Call) -> Sizes:
+    """Check all arguments by themselves."""
+    check_backend(call.backend)
+    given = call._asdict()
+    for name in ("output_final_state", "use_qk_l2norm_in_kernel", "backend"):
+        del given[name]
+    return check_delta_rule(**given)
+
+
+def choose(call: Call) -> tuple[Call, Sizes, str]:
+    """Check all arguments, fill in the scale, choose the backend: the call, its sizes and the backend's name."""
+    sizes = check_call(call)
+    inputs = (*call[1:5], call.initial_state, call.A_log, call.dt_bias)
+    chosen = _announce(which_backend(call.q, call.backend, others=inputs), call.q).name
+    return (call if call.scale is not None else call._replace(scale=sizes.K**-0.5)), sizes, chosen
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """What chunk_gated_delta_rule returns, where there is no plan of an earlier call."""
+    call, sizes, chosen = choose(call)
     if chosen == "triton":
-        return _kernels().chunk_forward(
-            q, k, v, g, beta, scale, initial_state, cu_seqlens, state_v_first=state_v_first,
-            output_final_state=output_final_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
-            beta_is_raw=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, A_log=A_log, dt_bias=dt_bias,
-        )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
-        if use_gate_in_kernel:
-            g = log_decay(g, A_log, dt_bias)
-        if use_beta_sigmoid_in_kernel:
-            beta = write_strength(beta, allow_neg_eigval)
-        if use_qk_l2norm_in_kernel:
-            q, k = (l2norm(x.to(compute_dtype(q, k, v))) for x in (q, k))
-        state = initial_state if initial_state is None or not state_v_first else initial_state.transpose(-1, -2)
-        o, state = _delta_rule(chosen, sizes, q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
-    if not output_final_state:
+        options, tensors = call.options(), call.tensors()
+        if _wants_gradient(tensors):
+            return FusedDeltaRule.apply(call.scale, options, *tensors)
+        return fused_forward(call.scale, options, tensors)
+    with torch.autocast(call.q.device.type, enabled=False):
+        inputs = rule_inputs(call, sizes)
+        if chosen == "recurrent":
+            dtype, bounds = inputs.g.dtype, None if call.cu_seqlens is None else call.cu_seqlens.cpu()
+            q, k, v = (x.to(dtype) for x in inputs[:3])
+            o, state = recurrent_gated_delta_rule(q, k, v, *inputs[3:5], call.scale, inputs.state, bounds)
+        else:
+            rest = call.scale, inputs.state, call.cu_seqlens, call.chunk_size
+            o, state = chunkwise_gated_delta_rule(*inputs[:5], *rest)
+    o = o.to(call.v.dtype)
+    if not call.output_final_state:
         return o, None
-    return o, (state.transpose(-1, -2) if state_v_first else state).contiguous()
+    return o, (state.transpose(-1, -2) if call.state_v_first else state).contiguous()
+
+
+class RuleInputs(NamedTuple):
+    """What the recurrence itself is given: gates and keys as they are, nothing left out, the state [N,HV,K,V]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+
+
+def rule_inputs(call: Call, sizes: Sizes) -> RuleInputs:
+    """Gates from the raw ones, normalised keys, zeros and ones for what was left out; g, beta and the state in the
+    dtype of the arithmetic."""
+    q, k, v, g, beta = call[:5]
+    dtype = compute_dtype(q, k, v)
+    if call.use_gate_in_kernel:
+        g = log_decay(g, call.A_log, call.dt_bias)
+    if call.use_beta_sigmoid_in_kernel:
+        beta = write_strength(beta, call.allow_neg_eigval)
+    if call.use_qk_l2norm_in_kernel:
+        q, k = (l2norm(x.to(dtype)) for x in (q, k))
+    g, beta = (
+        v.new_full(v.shape[:3], fill, dtype=dtype) if x is None else x.to(dtype) for x, fill in ((g, 0), (beta, 1))
+    )
+    state = call.initial_state
+    if state is None:
+        state = q.new_zeros(sizes.N, sizes.HV, sizes.K, sizes.V, dtype=dtype)
+    elif call.state_v_first:
+        state = state.transpose(-1, -2)
+    return RuleInputs(q, k, v, g, beta, state.to(dtype))
+
+
+class FusedDeltaRule(torch.autograd.Function):
+    """The Triton kernels forward and backward. Between the two only the inputs are kept: what the backward pass needs
+    beyond them it makes again, which costs it a third of its time and no memory while the rest of a model runs."""
+
+    @staticmethod
+    def forward(ctx, scale, options, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.options = scale, options
+        return fused_forward(scale, options, tensors)
+
+    @staticmethod
+    def backward(ctx, do, dstate):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph: found True, but the Triton kernels have no second derivative; backend='torch' has"
+            )
+        return None, None, *fused_gradients(ctx.scale, ctx.options, ctx.saved_tensors, do, dstate)
+
+
+def fused_forward(scale: float, options: tuple, tensors: tuple) -> tuple[Tensor, Tensor | None]:
+    """o and the final state, or None, by the Triton kernels; options and tensors as Call has them for kernels."""
+    leading, named = _for_kernels(scale, options, tensors)
+    return _kernels().chunk_forward(*leading, **named, output_final_state=options[0])
+
+
+def fused_gradients(scale: float, options: tuple, tensors: tuple, do: Tensor | None, dstate: Tensor | None) -> tuple:
+    """Gradients by the Triton kernels, in the order of tensors; None for what is None, and for boundaries."""
+    from .kernels.launch_backward import chunk_backward
+
+    leading, named = _for_kernels(scale, options, tensors)
+    *found, dinitial = chunk_backward(*leading, do, dstate, **named)
+    return *found, None, dinitial
+
+
+def _for_kernels(scale: float, options: tuple, tensors: tuple) -> tuple[tuple, dict]:
+    """The arguments that both passes take, by place and by name."""
+    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state = tensors
+    names = ("use_qk_l2norm", "beta_is_raw", "allow_neg_eigval", "state_v_first")
+    named = dict(zip(names, options[1:], strict=True), A_log=A_log, dt_bias=dt_bias)
+    return (q, k, v, g, beta, scale, initial_state, cu_seqlens), named
+
+
+def _wants_gradient(tensors: tuple) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _recall(tensors: tuple, scale: float | None, options: tuple):
@@ -186,27 +324,9 @@ def _recall(tensors: tuple, scale: float | None, options: tuple):
     q, cu_seqlens = tensors[0], tensors[7]
     if not isinstance(q, Tensor) or not q.is_cuda or not all(x is None or isinstance(x, Tensor) for x in tensors):
         return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return None
     if (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
         return None  # boundaries that may be looked at are, for they may be new ones
     return kernels.recall(kernels.kind_of_call(tensors, (q.shape[-1] ** -0.5 if scale is None else scale, *options)))
-
-
-def _delta_rule(
-    chosen: str, sizes: Sizes, q, k, v, g, beta, scale, state, cu_seqlens, chunk_size
-) -> tuple[Tensor, Tensor]:
-    """Fill in what was left out, and run; g and beta are the gates themselves, state is [N,HV,K,V]."""
-    dtype = compute_dtype(q, k, v)
-    g, beta = (v.new_full(v.shape[:3], x, dtype=dtype) if isinstance(x, int) else x.to(dtype)
-               for x in (0 if g is None else g, 1 if beta is None else beta))  # fmt: skip
-    state = q.new_zeros(sizes.N, sizes.HV, sizes.K, sizes.V, dtype=dtype) if state is None else state.to(dtype)
-    if chosen == "recurrent":
-        bounds = None if cu_seqlens is None else cu_seqlens.cpu()
-        o, state = recurrent_gated_delta_rule(*(x.to(dtype) for x in (q, k, v)), g, beta, scale, state, bounds)
-    else:
-        o, state = chunkwise_gated_delta_rule(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size)
-    return o.to(v.dtype), state
 
 
 def fused_recurrent_gated_delta_rule(
@@ -237,9 +357,12 @@ def fused_recurrent_gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464), equation 10; book (1.1).
     """
-    inputs = [x for x in (k, v, g, beta, initial_state, A_log, dt_bias) if isinstance(x, Tensor)]
-    usable = isinstance(q, Tensor) and q.dim() == 4
-    chosen = _announce(which_backend(q, backend, decode=True, others=inputs), q).name if usable else "recurrent"
+    if torch.compiler.is_compiling():
+        chosen = "recurrent" if backend == "auto" and q.device.type == "cpu" else backend
+    else:
+        inputs = [x for x in (k, v, g, beta, initial_state, A_log, dt_bias) if isinstance(x, Tensor)]
+        usable = isinstance(q, Tensor) and q.dim() == 4
+        chosen = _announce(which_backend(q, backend, decode=True, others=inputs), q).name if usable else "recurrent"
     return chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,

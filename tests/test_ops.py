@@ -381,9 +381,37 @@ def test_triton_serves_interpreted_or_says_what_it_cannot_do(monkeypatch):
     for op in (chunk, fused):
         assert_close(run(op, x, wrt=[], backend="triton"), {n: expected[n] for n in ("o", "state")})
     wide = torch.zeros(1, 1, 1, 257)
-    for name, tensor in (("float64", wide.double()), ("257", wide), ("gradient", x["q"].clone().requires_grad_())):
+    for name, tensor in (("float64", wide.double()), ("257", wide)):
         with pytest.raises(RuntimeError, match=f"(?s)triton.*{name}"):
             which_backend(tensor, "triton")
+    assert which_backend(x["q"].clone().requires_grad_(), "triton").name == "triton", "gradients too"
+
+
+@pytest.mark.parametrize("op", [chunk, fused], ids=["chunk", "fused"])
+@pytest.mark.parametrize("case", ["plain", "packed", "raw", "half"])
+def test_triton_differentiates(op, case, monkeypatch):
+    """By its own kernels, one node in the graph, gradients in the dtype of their input; no second derivative."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x, flags = make(33, 1, 2, 16, 16, lengths=(9, 0, 24) if case == "packed" else None), {}
+    if case == "half":
+        x |= {n: x[n].half() for n in "qkv"}
+    if case == "raw":
+        x |= {"A_log": torch.tensor([0.0, 1.0]), "dt_bias": torch.tensor([-1.0, 0.5]), "beta": -x["beta"]}
+        flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+
+    def oracle(q, k, v, g, beta, A_log=None, dt_bias=None, **rest):
+        if case != "raw":
+            return recurrence(q, k, v, g, beta, **rest)
+        return recurrence(l2norm(q), l2norm(k), v, *gates(g, beta, A_log, dt_bias), **rest)
+
+    found = run(op, x, backend="triton", **flags)
+    assert all(found["d_" + n].dtype == t.dtype for n, t in x.items() if t.is_floating_point())
+    assert_close(found, reference(x, oracle), 5e-3 if case == "half" else FP32_BOUND, x.get("cu_seqlens"))
+    leaves = {n: t.detach().requires_grad_(n == "v") if t.is_floating_point() else t for n, t in x.items()}
+    o, _ = op(**leaves, backend="triton", **flags)
+    with pytest.raises(RuntimeError, match="no second derivative.*torch"):
+        torch.autograd.grad(o.sum(), leaves["v"], create_graph=True)
 
 
 # ---------------------------------------------------------------- dtypes

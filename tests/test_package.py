@@ -30,6 +30,7 @@ ARROWS = {
     "chunkwise": BASE | {"chunks"},
     "chunkwise_backward": STAGES,
     "ops": STAGES | {"chunkwise_backward", "kernels"},
+    "library": STAGES | {"chunkwise_backward", "ops"},
     "kernels": BASE | {"chunks"},
     "serving": STAGES | {"ops", "kernels"},
     "layer": STAGES | {"ops"},
@@ -46,7 +47,7 @@ ARROWS = {
     "check": {"exact", "recurrent", "gates", "__init__"},
     "cli": {"identities", "demo", "bench", "check", "serving", "layer", "ops"},
     "__main__": {"cli"},
-    "__init__": STAGES | {"ops", "serving", "layer"},
+    "__init__": STAGES | {"ops", "serving", "layer", "library"},
 }
 
 
