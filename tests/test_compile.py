@@ -117,6 +117,15 @@ def test_ptxas_report():
     assert len(warnings) == 1 and "C7510" in warnings[0]
 
 
+@pytest.mark.parametrize("where, inside", [(1, False), (3, True), (5, False), (8, False)])
+def test_spills_count_where_they_are_repeated(where, inside):
+    """Loop at lines 2 to 4; what comes after the last exit waits for a copy and jumps back."""
+    sass = [".L_x_0:", "IADD3 R1", ".L_x_1:", "HGMMA", "@P0 BRA `(.L_x_1) ;", "IADD3 R2", "EXIT ;", ".L_x_2:", "SYNCS"]
+    sass += ["BRA `(.L_x_0) ;"]
+    sass.insert(where, "STL [R1], R0 ;")
+    assert compiling.spilled_in_loops("\n".join(sass)) == inside
+
+
 def test_amdgcn_report():
     assembly = ".private_segment_fixed_size: 40\n.vgpr_count:     128\n.vgpr_spill_count: 10\n"
     assert compiling.amdgcn_report(assembly) == (128, 40, [])

@@ -8,6 +8,7 @@ be captured in a CUDA graph once it has run.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -142,22 +143,30 @@ class Launch:
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
         self.run = None
 
-    def __call__(self, tensors: tuple, addresses: tuple) -> None:
+    def __call__(self, *tensors: Tensor | int | None) -> None:
+        """Tensors or their addresses; the first time tensors."""
         if self.run is None:
             compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
             if hasattr(compiled, "asm"):  # not where kernels are interpreted
                 self.run = compiled[self.grid]
         else:
+            addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
             self.run(*addresses, *self.constants)
 
 
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
-    def __init__(self, launches: tuple, shapes: dict, device, tma: bool, to_arrange: bool, out: torch.dtype):
+    def __init__(self, launches: tuple, work: dict, results: dict, device, tma: bool, to_arrange: bool, out):
         self.decay, self.prepare, self.segment, self.scan = launches
-        self.shapes = [(name, *x) for name, x in shapes.items()]  # name, shape and dtype of what is allocated
-        self.device, self.tma, self.to_arrange, self.out = device, tma, to_arrange, out
+        self.results = results  # shape and dtype by name of what the caller gets: "o" and perhaps "final"
+        self.device, self.tma, self.to_arrange = device, tma, to_arrange
+        self.out = out  # the dtype of o that the caller gets
+        self.work, self.size = {}, 0  # what is needed on the way is one allocation: bytes, shape and dtype by name
+        for name, (shape, dtype) in work.items():
+            size = math.prod(shape) * dtype.itemsize
+            self.work[name] = slice(self.size, self.size + size), shape, dtype
+            self.size += -(-size // 128) * 128
 
     def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial) -> tuple[Tensor, Tensor | None]:
         """Outputs [B,T,HV,V] and the final states or None, from the inputs of chunk_forward as they came."""
@@ -170,21 +179,23 @@ class Plan:
             return self._launch(*inputs)
 
     def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
-        made = {name: torch.empty(shape, dtype=dtype, device=self.device) for name, shape, dtype in self.shapes}
-        tiles, factors, o, final = made["tiles"], made["factors"], made["o"], made.get("final")
-        R, B, forgets = made.get("R"), made.get("B"), made.get("forgets")
+        work = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        o, *final = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results.values())
+        final = final[0] if final else None
+        if self.scan.run is None:
+            parts = {name: work[there].view(dtype).view(shape) for name, (there, shape, dtype) in self.work.items()}
+        else:
+            first = work.data_ptr()
+            parts = {name: first + there.start for name, (there, _, _) in self.work.items()}
+        tiles, factors, R, B, forgets = (parts.get(name) for name in ("tiles", "factors", "R", "B", "forgets"))
         if self.tma:
             triton.set_allocator(_scratch)
-        self._call(self.decay, g, beta, A_log, dt_bias, cu_seqlens, factors)
-        self._call(self.prepare, q, k, cu_seqlens, tiles, factors, o)
+        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors)
+        self.prepare(q, k, cu_seqlens, tiles, factors, o)
         if self.segment is not None:
-            self._call(self.segment, k, v, tiles, factors, R, B, forgets)
-        self._call(self.scan, q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets)
+            self.segment(k, v, tiles, factors, R, B, forgets)
+        self.scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets)
         return (o if o.dtype == self.out else o.to(self.out)), final
-
-    @staticmethod
-    def _call(launch: Launch, *tensors: Tensor | None) -> None:
-        launch(tensors, tuple([x if x is None else x.data_ptr() for x in tensors]))
 
 
 _plans: dict[tuple, Plan] = {}
@@ -335,20 +346,20 @@ def make_plan(
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
-    shapes = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
-    shapes["o"] = v.shape, q.dtype
+    work = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
+    results = {"o": (v.shape, q.dtype)}
     if output_final_state:
-        shapes["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
+        results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
     segment = None
     if segments > 1:
         numbers = (T, slots, segments, length, k_, v_, *shape, tma, config.stages)
         blocks = NV + -(-BK // config.BV)
         segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
-        shapes["R"] = (N * segments * HV, 2, BK, BK), q.dtype
-        shapes["B"] = (N * segments * HV, NV * config.BV, BK), single
-        shapes["forgets"] = (N * segments * HV,), torch.int32
+        work["R"] = (N * segments * HV, 2, BK, BK), q.dtype
+        work["B"] = (N * segments * HV, NV * config.BV, BK), single
+        work["forgets"] = (N * segments * HV,), torch.int32
     to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
-    return Plan((decay, prepare, segment, scan), shapes, q.device, tma, to_arrange, out)
+    return Plan((decay, prepare, segment, scan), work, results, q.device, tma, to_arrange, out)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test

@@ -145,7 +145,7 @@ class Plan:
 
     def _call(self, name: str, *tensors: Tensor | None) -> None:
         if name in self.launches:
-            self.launches[name](tensors, tuple([x if x is None else x.data_ptr() for x in tensors]))
+            self.launches[name](*tensors)
 
     def _empty(self, name: str) -> Tensor | None:
         if name not in self.shapes:
@@ -174,11 +174,8 @@ class Prepare:
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, zeroed):
         """(A, P, factors). zeroed [.., HV, V] gets 0 where tokens belong to no sequence."""
         tiles, factors = (torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.shapes)
-        for run, *tensors in (
-            (self.decay, g, beta, A_log, dt_bias, cu_seqlens, factors),
-            (self.prepare, q, k, cu_seqlens, tiles, factors, zeroed),
-        ):
-            run(tuple(tensors), tuple([x if x is None else x.data_ptr() for x in tensors]))
+        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors)
+        self.prepare(q, k, cu_seqlens, tiles, factors, zeroed)
         return tiles, tiles[:, :, 1], factors
 
 

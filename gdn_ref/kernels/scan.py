@@ -8,6 +8,12 @@ registers is the left operand of the next one. With the factors of prep.py (A an
     S <- gamma_C S + K^T diag(beta gamma_C/gamma) E                                                       (5.6)
 
 No factor W is ever formed.
+
+The products with A and P take float16, which is eight times finer than bfloat16 where correlated keys make that matter,
+but holds nothing above 65504 and is coarse below 1e-4. Taking the size out of every row of W, as prep.py does with P,
+costs a tenth of the time and is hardly ever needed: so a program runs without, looks at the state it ends with, and if
+that is no number, or so small that digits may have been lost, runs again with sizes taken out. A number that was too
+large makes the state NaN for good, so that none is missed.
 """
 
 import triton
@@ -19,6 +25,8 @@ from .tiles import first_slot, load_rows, store_rows
 # A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
 FORGOTTEN = tl.constexpr(-160.0)
 CHUNKS_A_LOOK = tl.constexpr(8)
+# Below a mean entry of 2^-15 the state may be less than 1000 times the distance of float16's smallest numbers.
+LEAST_MEAN = tl.constexpr(2.0**-15)
 
 
 @triton.jit
@@ -54,14 +62,48 @@ def write_tile(x, row, stride, length, width, tile, BR: tl.constexpr, BC: tl.con
 
 
 @triton.jit
-def step(S, b_k, b_v, b_A, read, write, end):
+def step(S, b_k, b_v, b_A, read, write, end, SCALED: tl.constexpr = True):
     """One chunk: from the state S^T [BV, K] before it the state after it, and the errors of its tokens as E^T [BV, C],
-    rows of largest W 1, with the factors [BV] that were taken out of them."""
+    with what is left to multiply them by: if SCALED, E is that of rows of W of largest entry 1, and [BV, 1] their
+    sizes."""
     U = tl.dot(S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-    W, top = unscaled(tl.trans(b_v).to(tl.float32) - read[None, :] * U)  # (V - diag(gamma) K S)^T   (5.4)
+    W, size = tl.trans(b_v).to(tl.float32) - read[None, :] * U, 1.0  # (V - diag(gamma) K S)^T   (5.4)
+    if SCALED:
+        W, top = unscaled(W)
+        size = top[:, None]
     E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (5.3)
-    late = (E * (top[:, None] * write[None, :])).to(b_k.dtype)
-    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E, top  # (5.6)
+    late = (E * (size * write[None, :])).to(b_k.dtype)
+    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E, size  # (5.6)
+
+
+@triton.jit
+def carry(
+    S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, o_stride,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """The state S^T [BV, BK] carried from chunk `first` to before chunk `last`; writes their outputs."""
+    i = tl.arange(0, C)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        # load; neighbours that feed products alone share one arrival of the copy engine
+        row = chunk * C
+        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
+        b_A = read_tile(m_tiles, 2 * row, C, 2 * NT * C, C, C, C, TMA)
+        b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
+        b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
+        b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
+        p_chunk = factors + (base + chunk) * (FACTORS * C)
+        read, write = tl.load(p_chunk + READ * C + i), tl.load(p_chunk + WRITE * C + i)
+        query, score = tl.load(p_chunk + QUERY * C + i), tl.load(p_chunk + SCORE * C + i)
+        end = tl.load(p_chunk + END * C)
+        # compute
+        b_S = S.to(b_k.dtype)
+        S, E, size = step(S, b_k, b_v, b_A, read, write, end, SCALED)
+        O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
+        O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (size * score[None, :])  # (5.5)
+        # store
+        write_tile(m_o, row, o_stride, L, width, tl.trans(O), C, BV, TMA)
+    return S
 
 
 @triton.jit
@@ -75,6 +117,31 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
     S = tl.dot(low, b_R, acc=S, input_precision="ieee")
     b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)
     return tl.dot(high, b_R, acc=S, input_precision="ieee") + tl.load(B)
+
+
+@triton.jit
+def state_before(
+    initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, corner_v, corner_k,
+    K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LV: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SEGMENTED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The state S^T [BV, BK] that a program starts from: the initial one, taken through the maps of the segments
+    before it. (corner_v, corner_k): of the block; B: of the sequence's first map, each LV rows long."""
+    row_v, row_k = corner_v + tl.arange(0, BV), corner_k + tl.arange(0, BK)
+    S = tl.zeros([BV, BK], tl.float32)
+    if HAS_INITIAL:
+        inside = (row_v < V)[:, None] & (row_k < K)[None, :]
+        p_initial = initial + row_v[:, None] * initial_v + row_k[None, :] * initial_k
+        S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
+    if SEGMENTED:
+        for s in tl.range(0, segment, num_stages=1):
+            z = s * HV + h
+            p_B = B + z.to(tl.int64) * (LV * BK) + row_v[:, None] * BK + row_k[None, :]
+            if tl.load(forgets + z) != 0:
+                S = tl.load(p_B)  # (10.1) with R = 0
+            else:
+                S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_B, BK, TMA)
+    return S
 
 
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
@@ -114,51 +181,44 @@ def scan_kernel(
     m_o = rows_of(o + corner_o, HV * V, L, width, C, BV, TMA)
     m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
 
-    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
-    inside = (row_v < V)[:, None] & (row_k < K)[None, :]
-    S = tl.zeros([BV, BK], tl.float32)
+    first, last, maps = 0, NT, segments * HV
+    m_R = R
     if HAS_INITIAL:
-        p_initial = initial + n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
-        p_initial += row_v[:, None] * initial_v + row_k[None, :] * initial_k
-        S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
-    first, last = 0, NT
+        initial += n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
     if SEGMENTED:
-        maps = segments * HV
-        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
-        p_B = B + n.to(tl.int64) * maps * (NV * BV * BK) + row_v[:, None] * BK + row_k[None, :]
-        for s in tl.range(0, segment, num_stages=1):
-            z = s * HV + h
-            p_Bz = p_B + z.to(tl.int64) * (NV * BV * BK)
-            if tl.load(forgets + n.to(tl.int64) * maps + z) != 0:
-                S = tl.load(p_Bz)  # (10.1) with R = 0
-            else:
-                S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_Bz, BK, TMA)
         first = segment * length
         last = tl.minimum(first + length, NT)
+        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+        B += n.to(tl.int64) * maps * (NV * BV * BK)
+        forgets += n.to(tl.int64) * maps
 
-    i = tl.arange(0, C)
-    for chunk in tl.range(first, last, num_stages=STAGES):
-        # load; neighbours that feed products alone share one arrival of the copy engine
-        row = chunk * C
-        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_A = read_tile(m_tiles, 2 * row, C, 2 * NT * C, C, C, C, TMA)
-        b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
-        b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
-        b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
-        query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
-        end = tl.load(p_factors + END * C)
-        # compute
-        b_S = S.to(b_k.dtype)
-        S, E, top = step(S, b_k, b_v, b_A, read, write, end)
-        O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
-        O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (top[:, None] * score[None, :])  # (5.5)
-        # store
-        write_tile(m_o, row, HV * V, L, width, tl.trans(O.to(o.dtype.element_ty)), C, BV, TMA)
+    S = state_before(
+        initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV, 0,
+        K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
+    )  # fmt: skip
+    S = carry(
+        S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, HV * V,
+        K, C, BK, BV, TMA, STAGES, False,
+    )  # fmt: skip
+    if tiles.dtype.element_ty == tl.float16:
+        total = tl.sum(tl.sum(tl.abs(S), 1), 0)  # NaN and infinity stay what they are
+        held = (total >= LEAST_MEAN * (tl.minimum(BV, width) * K)) & (total < float("inf"))
+        if (last > first) & (held == 0):
+            # A zero that the compiler cannot see through: or it keeps the addresses of the first time for the second.
+            zero = tl.where(total < 0, 1, 0)
+            S = state_before(
+                initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV + zero, zero,
+                K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
+            )  # fmt: skip
+            S = carry(
+                S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride,
+                HV * V, K, C, BK, BV, TMA, STAGES, True,
+            )  # fmt: skip
 
     if HAS_FINAL:
         if segment == segments - 1:
+            row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
+            inside = (row_v < V)[:, None] & (row_k < K)[None, :]
             p_final = final + (n.to(tl.int64) * HV + h) * (K * V)
             if V_FIRST:
                 p_final += row_v[:, None] * K + row_k[None, :]
