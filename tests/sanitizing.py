@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = "shapes or packed or wide or segments_are or every_config or in_a_row or decode_equals or strided or no_sequence"
+TESTS = "shapes or packed or wide or segments_are or every_config or in_a_row or decode_equals or strid or no_sequence"
 PLANTED = """
 import torch, triton, triton.language as tl
 
