@@ -54,11 +54,9 @@ def work(name: str, device: str, full: bool, names: list[str], path: Path) -> No
             print(json.dumps(line, allow_nan=False), file=file, flush=True)
 
         try:
-            implementation = adapters.load(name, device)
+            implementation = adapters.load(name, device, limits=ASKED.get(name) if device != "cpu" else None)
         except adapters.LoadError as error:
             return say(problem=report.plain(str(error)))
-        if device != "cpu":
-            implementation = implementation._replace(offers=implementation.offers._replace(**ASKED.get(name, {})))
         say(version=implementation.version)
         for item in suite.choose(names, full):
             say(begun=item.name)

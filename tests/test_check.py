@@ -24,7 +24,6 @@ from gdn_ref.check.records import (
     PASS,
     Implementation,
     Measurement,
-    NotOffered,
     Offers,
     Report,
 )
@@ -285,6 +284,21 @@ def test_restrictions_are_kept():
     assert {f.verdict for f in found.findings} == {PASS}, found.findings
 
 
+def test_limits_of_the_command_line_are_kept(port, capsys):
+    """A kernel for one dtype, one width and one pair of heads is asked for nothing else."""
+
+    def narrow(q, k, v, g, beta, output_final_state=False):
+        assert v.dtype == torch.bfloat16 and v.shape[2:] == (4, 64) and q.shape[2:] == (2, 64)
+        return op(q, k, v, g, beta, output_final_state=True)
+
+    port.op = narrow
+    limits = ("--dtype", "bfloat16", "--width", "64x64", "--heads", "2/4", "--without", "gradients")
+    status, said = run(capsys, "--impl", "port:op", *limits)
+    assert status == 0 and "0 failed" in said.out and "raised" not in said.out
+    assert "not offered (asked with K = V only): K other than V; scale from K" in said.out
+    assert "not offered (asked with other widths only): width 128" in said.out
+
+
 def test_a_recipe_makes_the_same_inputs_again():
     recipe = Recipe(lengths=(5, 0, 3), keys="correlated", decays="reset", dtype="bfloat16")
     once, again = cases.make(recipe), cases.make(Recipe(**json.loads(json.dumps(recipe._asdict()))))
@@ -380,6 +394,9 @@ def test_list_runs_nothing(capsys, monkeypatch):
         (["--device", "abacus"], "--device: found 'abacus'"),
         (["--quick", "--full"], "not allowed with"),
         (["--without", "wings"], "invalid choice: 'wings'"),
+        (["--width", "128"], "--width: found '128', expected two numbers, such as 128x128"),
+        (["--heads", "2/none"], "--heads: found '2/none', expected two numbers"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_bad_arguments_give_two(argv, expected, capsys):
@@ -420,11 +437,27 @@ def test_it_loads_no_kernels_and_no_extras():
     assert done.stdout.count("1 passed, 0 failed, 1 not offered") == 4 and "2 passed" in done.stdout
 
 
-def test_refused_is_its_own_kind():
-    with pytest.raises(NotOffered, match="Triton"):
-        adapters.refusing(lambda call: (_ for _ in ()).throw(RuntimeError("this Triton miscompiles")), "Triton")(None)
-    with pytest.raises(RuntimeError, match="other"):
-        adapters.refusing(lambda call: (_ for _ in ()).throw(RuntimeError("other")), "Triton")(None)
+@pytest.mark.parametrize("words, verdict", [("this Triton miscompiles", NOT_OFFERED), ("out of memory", ERROR)])
+def test_a_known_refusal_may_come_from_the_backward_pass(words, verdict):
+    """FLA refuses its Triton backward on some GPUs with a RuntimeError: that is honest; any other is an accident."""
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, o):
+            return o.clone()
+
+        @staticmethod
+        def backward(ctx, d):
+            raise RuntimeError(words)
+
+    def run(call):
+        o, S = op(*call[:5], None, call.initial_state, True)
+        return Refusing.apply(o), S
+
+    features = adapters.sequence(op)[1]
+    refusing = Implementation("refusing", run, Offers(features), refusal="this Triton miscompiles")
+    [found] = suite.check(refusing, suite.choose(["gradients"])).findings
+    assert found.verdict == verdict and words in found.note
 
 
 # ---------------------------------------------------------------- the appendix

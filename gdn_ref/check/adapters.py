@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from .records import FEATURES, Call, Implementation, NotOffered, Offers, Result
+from .records import FEATURES, Call, Implementation, Offers, Result
 
 ASSUMED = ("batch", "gva", "widths", "gradients", "large_beta", "default_scale")
 BY_PARAMETER = {
@@ -233,21 +233,7 @@ def fla(name: str, device: str) -> Implementation:
     if device == "cpu":
         raise LoadError("its Triton kernels need a GPU")
     offers = Offers(features | ({"chunk_size"} if chunk else set()), SIXTEEN_BITS)
-    return Implementation(name, refusing(run, "Triton"), offers, version("fla-core"))
-
-
-def refusing(run: Callable, word: str) -> Callable:
-    """run, where a RuntimeError that names `word` is its own refusal and no accident."""
-
-    def refused(call: Call) -> Result:
-        try:
-            return run(call)
-        except RuntimeError as error:
-            if word in str(error):
-                raise NotOffered(str(error)) from error
-            raise
-
-    return refused
+    return Implementation(name, run, offers, version("fla-core"), refusal="on Hopper GPUs produces incorrect results")
 
 
 def flash_qla(name: str, device: str) -> Implementation:
@@ -285,11 +271,12 @@ BUILT_IN = {
 OURS = ("gdn_ref", "gdn_ref.recurrent", "gdn_ref.pool")
 
 
-def load(spec: str, device: str = "cpu", adapter: str | None = None, without: Iterable[str] = ()) -> Implementation:
+def load(spec: str, device: str = "cpu", adapter: str | None = None, without: Iterable[str] = (),
+         limits: dict | None = None) -> Implementation:  # fmt: skip
     """The implementation under a name of BUILT_IN, or package.module:function.  LoadError says why there is none.
 
     adapter: a name of ADAPTERS, guessed from the signature if None. without: features it lacks though its signature
-    does not show it.
+    does not show it. limits: fields of Offers, such as dtypes, to put in the place of what is known.
     """
     try:
         if ":" in spec:
@@ -302,7 +289,7 @@ def load(spec: str, device: str = "cpu", adapter: str | None = None, without: It
         raise
     except Exception as error:  # whatever an import of somebody else's code raises is what there is to report
         raise LoadError(f"{type(error).__name__}: {error}") from error
-    offers = implementation.offers
+    offers = implementation.offers._replace(**limits or {})
     return implementation._replace(offers=offers._replace(features=offers.features - set(without)))
 
 

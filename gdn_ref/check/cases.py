@@ -44,6 +44,8 @@ KEYS = {
     "tiny": "keys and queries of length 0.0003",
 }
 STRENGTHS = {"unit": "beta in (0, 1)", "wide": "beta in (0, 2)", "one": "beta = 1", "two": "beta = 2"}
+SPOKEN = {"none": "no decay", "half": "half of them no decay", "huge_then_small": "huge and small decays",
+          "reset": "resets"}  # fmt: skip
 
 
 class Recipe(NamedTuple):
@@ -68,8 +70,8 @@ class Recipe(NamedTuple):
         runs = [(n, len(list(same))) for n, same in itertools.groupby(self.lengths or ())]
         lengths = "+".join(str(n) if many == 1 else f"{many}x{n}" for n, many in runs)
         size = f"lengths {lengths}" if self.lengths else f"B={self.B} T={self.T}"
-        words = [f"{size} H={self.H} HV={self.HV} K={self.K} V={self.V} {self.dtype}",
-                 f"{self.keys} keys", f"{self.decays} decays", f"beta {self.beta}"]  # fmt: skip
+        words = [f"{size} H={self.H} HV={self.HV} K={self.K} V={self.V} {self.dtype}", f"{self.keys} keys",
+                 SPOKEN.get(self.decays, f"{self.decays} decays"), STRENGTHS[self.beta]]  # fmt: skip
         words += [] if self.state else ["zero state"]
         return ", ".join([*words, self.note] if self.note else words)
 

@@ -13,7 +13,7 @@ import torch
 
 from . import report, suite
 from .adapters import ADAPTERS, BUILT_IN, OURS
-from .records import FEATURES, Report
+from .records import BOUNDS, FEATURES, Report
 
 EXAMPLES = f"""\
 examples:
@@ -21,6 +21,7 @@ examples:
   python -m gdn_ref check --impl mypackage.ops:gdn             any callable with flash-linear-attention's signature
   python -m gdn_ref check --impl fla transformers --json r.json    two peers that are installed
   python -m gdn_ref check --impl my.port:prefill --adapter flashinfer --without gradients
+  python -m gdn_ref check --impl my.cuda:gdn --dtype bfloat16 --width 128x128 --heads 2/4     what it takes, and no more
   python -m gdn_ref check --property agreement packing --full  two properties, all their cases
   python -m gdn_ref check --list                               what is checked, why, and the chapter that shows it
 
@@ -53,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="whose signature package.module:function has (default: guessed from its parameters)")
     parser.add_argument("--without", nargs="+", default=[], choices=list(FEATURES), metavar="FEATURE",
                         help="features that it lacks though its signature does not show it")
+    parser.add_argument("--dtype", nargs="+", choices=list(BOUNDS), metavar="NAME",
+                        help="the only dtypes of q, k, v that it takes; most cases run in the first")
+    parser.add_argument("--width", nargs="+", type=pair("x"), metavar="KxV", help="the only widths that it takes")
+    parser.add_argument("--heads", nargs="+", type=pair("/"), metavar="H/HV", help="the only heads to ask it for")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="well under a minute on two cores; the default on a CPU")
     level.add_argument("--full", action="store_true", help="more lengths, widths and dtypes; the default on a GPU")
@@ -80,16 +85,31 @@ def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if wrong := suite.self_test():
         print(f"python -m gdn_ref check: its reference is wrong here, nothing was checked: {wrong}", file=sys.stderr)
         return 2
+    limits = {"dtypes": args.dtype, "widths": args.width, "heads": args.heads}
+    limits = {name: tuple(values) for name, values in limits.items() if values}
     reports = []
     with one_thread(device):
         for spec in args.impl:
             with progress(spec, len(properties)) as done:
-                reports.append(suite.check_named(spec, properties, device, full, args.adapter, args.without, done))
+                named = (spec, properties, device, full, args.adapter, args.without, limits)
+                reports.append(suite.check_named(*named, done))
             print(report.table(reports[-1]), end="\n\n", flush=True)
     write(args, reports)
     if len(reports) > 1:
         print("\n".join(report.summary(r) for r in reports))
     return 0 if all(r.ok for r in reports) else 1
+
+
+def pair(between: str) -> Callable[[str], tuple[int, int]]:
+    """What reads two positive numbers, such as 128x128."""
+
+    def read(text: str) -> tuple[int, int]:
+        parts = text.split(between)
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected two numbers, such as 128{between}128")
+        return int(parts[0]), int(parts[1])
+
+    return read
 
 
 def listing(properties: list) -> str:

@@ -11,7 +11,7 @@ from ..gates import l2norm, raw_gates
 from . import cases
 from .cases import Recipe, Source
 from .probe import Probe
-from .records import BOUNDS, NotOffered
+from .records import BOUNDS
 from .registry import holds
 
 LENGTHS = (70, 1, 33)
@@ -166,6 +166,4 @@ def pool_extreme_gates(probe: Probe) -> None:
         x = x._replace(a=a, A_log=torch.full_like(x.A_log, 100.0), dt_bias=torch.zeros_like(x.dt_bias))
         right = reference(x, x.pool[x.slots])
         o = extend(probe, x)
-        if not right[0].isfinite().all():
-            raise NotOffered("the reference is not finite")
         compare(probe, recipe, o, x.pool[x.slots], right)

@@ -102,6 +102,10 @@ class Probe:
         except (NotOffered, NotImplementedError) as refusal:
             self.refusals.append(str(refusal) or "it is not implemented")
         except Exception as error:  # anybody's code may raise anything; the report says what
+            refusal = self.implementation.refusal
+            if refusal and refusal in str(error):
+                self.refusals.append(str(error))
+                return
             said = f"{type(error).__name__}: {error}"
             self.measurements.append(Measurement(float("inf"), 0.0, "raised", recipe._asdict(), said))
 

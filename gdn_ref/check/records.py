@@ -96,6 +96,7 @@ class Implementation(NamedTuple):
     version: str = ""
     extend: Callable | None = None  # over a pool, with gdn_extend_chunkwise's arguments
     step: Callable[[Call], Result] | None = None  # what decodes after run; run itself where there is nothing else
+    refusal: str = ""  # words of an exception that is its own refusal and no accident
 
 
 class NotOffered(Exception):

@@ -154,7 +154,8 @@ def _legal(text: str) -> str:
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em }
-table { border-collapse: collapse; width: 100%; margin: 1em 0 2em }
+table { border-collapse: collapse; width: 100% }
+.wide { overflow-x: auto; margin: 1em 0 2em }
 th, td { text-align: left; vertical-align: top; padding: .35em .7em; border-bottom: 1px solid #8884 }
 td.n { font-variant-numeric: tabular-nums; white-space: nowrap }
 td small { opacity: .75 }
@@ -180,7 +181,7 @@ def _section(r: Report) -> str:
         return head
     rows = "".join(_row(f) for f in r.findings)
     columns = "".join(f"<th>{c}</th>" for c in ("property", "verdict", "error", "bound", "worst case"))
-    return f"{head}<table><tr>{columns}</tr>\n{rows}</table>\n"
+    return f'{head}<div class="wide"><table><tr>{columns}</tr>\n{rows}</table></div>\n'
 
 
 def _row(f: Finding) -> str:

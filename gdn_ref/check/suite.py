@@ -65,11 +65,11 @@ def check(implementation: Implementation, properties: list[Property], device: st
 
 
 def check_named(spec: str, properties: list[Property], device: str = "cpu", full: bool = False,
-                adapter: str | None = None, without: Iterable[str] = (),
+                adapter: str | None = None, without: Iterable[str] = (), limits: dict | None = None,
                 done=lambda item, finding: None) -> Report:  # fmt: skip
-    """check, of what goes by a name; where it cannot be had the report says why."""
+    """check, of what adapters.load finds under a name; where it cannot be had the report says why."""
     try:
-        implementation = load(spec, device, adapter, without)
+        implementation = load(spec, device, adapter, without, limits)
     except LoadError as error:
         return Report(spec, "", device_name(device), "full" if full else "quick", (), str(error))
     return check(implementation, properties, device, full, done)
