@@ -1,5 +1,6 @@
 """The check as a command and as a library: verdicts, reports, errors, exit status."""
 
+import functools
 import json
 import re
 import subprocess
@@ -197,6 +198,14 @@ def test_what_cannot_be_loaded_is_reported_and_the_run_goes_on(spec, expected, p
     status, said = run(capsys, "--impl", spec, "gdn_ref", "--property", "agreement")
     assert status == 1 and f"{spec}: could not be loaded: " in said.out and expected in said.out
     assert "gdn_ref 0" in said.out and "1 passed" in said.out and "Traceback" not in said.out + said.err
+
+
+def test_functions_without_a_name_are_taken(port):
+    """Partial functions and objects that can be called."""
+    port.op = functools.partial(gdn_ref.chunk_gated_delta_rule, backend="torch")
+    assert suite.check_named("port:op", suite.choose(["agreement"])).ok
+    port.op = functools.partial(gdn_ref.l2norm)
+    assert "found the signature partial(x)" in suite.check_named("port:op", []).problem
 
 
 def test_a_module_that_fails_to_import_says_how(tmp_path, monkeypatch, capsys):

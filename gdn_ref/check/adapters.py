@@ -42,6 +42,11 @@ class LoadError(Exception):
     """The implementation asked for cannot be had; the message says why."""
 
 
+def name_of(function: Callable) -> str:
+    """What to call it in a message; a partial function has no name of its own."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 # ---- a sequence at a time --------------------------------------------------------------------------------------------
 
 
@@ -52,7 +57,7 @@ def sequence(function: Callable, names: tuple[str, str, str] = ("q", "k", "v")) 
     """
     parameters = inspect.signature(function).parameters
     if missing := [n for n in (*names, "g", "beta") if n not in parameters]:
-        found = f"{function.__name__}({', '.join(parameters)})"
+        found = f"{name_of(function)}({', '.join(parameters)})"
         raise LoadError(f"found the signature {found}, expected parameters named {', '.join(missing)}; see --adapter")
 
     def run(call: Call) -> Result:
@@ -116,7 +121,7 @@ def pool(function: Callable) -> tuple[Callable, frozenset]:
     parameters = inspect.signature(function).parameters
     wanted = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state_pool", "cache_indices")
     if missing := [n for n in wanted if n not in parameters]:
-        found = f"{function.__name__}({', '.join(parameters)})"
+        found = f"{name_of(function)}({', '.join(parameters)})"
         raise LoadError(f"found the signature {found}, expected parameters named {', '.join(missing)}; see --adapter")
 
     def run(call: Call) -> Result:
@@ -191,7 +196,7 @@ def guess(function: Callable) -> str:
         return "transformers"
     if "output_final_state" not in names and list(names)[-1:] == ["state"]:
         return "step"
-    return "flashinfer" if function.__module__.startswith("flashinfer") else "fla"
+    return "flashinfer" if getattr(function, "__module__", "").startswith("flashinfer") else "fla"
 
 
 # ---- finding them ----------------------------------------------------------------------------------------------------
