@@ -398,7 +398,7 @@ def chunk_states(
     delta = _output(chunks, u.shape, torch.float32, u.device)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32)
     args = (*_ready(k, w, u, g), h, delta, _ready(initial_state), final_state, chunks.cu_seqlens)
-    BV = _state_columns(K, V)
+    BV = _state_columns(K, V, k.dtype)
     sizes = (H, HV, K, V, chunk_size, max(16, triton.next_power_of_2(K)), BV)
     given = (g is not None, initial_state is not None, chunks.packed)
     grid = (N, HV, triton.cdiv(V, BV))
@@ -478,9 +478,10 @@ def _tile(width: int) -> int:
     return min(64, max(16, triton.next_power_of_2(width)))
 
 
-def _state_columns(K: int, V: int) -> int:
-    """Columns of the state that a program holds over the whole of K: 8192 numbers at most, 64 a thread."""
-    return min(_tile(V), 32 if K > 128 else 64)
+def _state_columns(K: int, V: int, dtype: torch.dtype) -> int:
+    """Columns of the state that a program holds over the whole of K: 8192 numbers at most, 64 a thread. float32, whose
+    products are unrolled, compiles the faster the fewer they are."""
+    return min(_tile(V), 16 if dtype == torch.float32 else 32 if K > 128 else 64)
 
 
 def _ready(*tensors: Tensor | None):
@@ -533,7 +534,7 @@ def _target_of(kernel, dtype: torch.dtype, width: int, packed: bool) -> CompileT
     pointers = dict.fromkeys(("q", "k", "v", "w", "u"), tokens) | dict.fromkeys(others, "*fp32")
     pointers |= dict.fromkeys(("A", "X"), tokens) if kernel is solve_tril_kernel else {}
     sizes = {"H": 2, "HV": 4, "K": width, "V": width, "BT": 64, "BK": _tile(width), "BV": _tile(width)}
-    sizes |= {"BK": width, "BV": _state_columns(width, width)} if kernel is chunk_states_kernel else {}
+    sizes |= {"BK": width, "BV": _state_columns(width, width, dtype)} if kernel is chunk_states_kernel else {}
     flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
     operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
     name = f"{kernel.__name__} K{width} V{width} {tokens[1:]}{' packed' if packed else ''}"
