@@ -39,7 +39,7 @@ LOG2E = math.log2(math.e)
 SMALLEST_LOG_DECAY = {torch.float32: -128.0, torch.float64: -1024.0}
 LARGEST_CHUNK = 64
 # Chunks times heads that are prepared together: a few MB of temporaries, which the cache holds.
-GROUP_ROWS = 128
+GROUP_ROWS = 32
 # Places (tokens times heads) that one step of the scan may hold, so that memory stays bounded for large batches.
 STEP_PLACES = 2**17
 
@@ -166,12 +166,13 @@ def prepare_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, buf
     g, beta = (x.transpose(1, 2).reshape(heads) for x in (g, beta))
     Gamma, gamma, tail = chunk_decays(g, buffer("Gamma", m * HV, C, C).view(*heads, C))
     q, keys = buffer.copy("q", q.transpose(1, 2)), k.transpose(1, 2)[:, :, None]  # [m, H, C, K], [m, H, 1, C, K]
-    A, P = _intra_chunk(q, buffer.copy("kT", k.permute(0, 2, 3, 1)), Gamma, beta, buffer)
-    queries = torch.mul(q[:, :, None], gamma[..., None], out=buffer("queries", *heads, K))
-    reading = torch.mul(keys, gamma[..., None], out=buffer("reading", *heads, K))
-    writing = torch.mul(keys, (beta * tail)[..., None], out=buffer("writing", *heads, K))
-    values = buffer.copy("values", v.transpose(1, 2)).flatten(0, 1)
+    A, P = _intra_chunk(q, buffer.copy("k", k.permute(0, 2, 3, 1)), Gamma, beta, buffer)
+    # Memory is used three times over: for keys as columns, as they read and, once W is known, as they write.
+    reading = torch.mul(keys, gamma[..., None], out=buffer("k", *heads, K))
     w = torch.bmm(A, reading.flatten(0, 2), out=buffer("w", m * HV, C, K))  # (9.3)
+    writing = torch.mul(keys, (beta * tail)[..., None], out=buffer("k", *heads, K))
+    queries = torch.mul(q[:, :, None], gamma[..., None], out=buffer("q" if HV == H else "queries", *heads, K))
+    values = buffer.copy("v", v.transpose(1, 2)).flatten(0, 1)
     u = torch.bmm(A, values, out=buffer("R", m * HV, C, V))  # (9.3)
     return Prepared(queries.flatten(0, 2), P, writing.flatten(0, 2), w, u, gamma[..., -1].reshape(-1, 1, 1))
 
@@ -244,7 +245,7 @@ def _run_batch(
             buffer.lend(**kept.of(here, H, HV)._asdict())
         chunks = prepare_chunks(*(x[here] for x in (q, k, v, g, beta)), buffer)
         done, state = scan_chunks(chunks, state, group.rows, buffer)
-        found = torch.bmm(chunks.q, buffer("S", len(chunks.q), K, V), out=buffer("o", *chunks.u.shape))
+        found = torch.bmm(chunks.q, buffer("S", len(chunks.q), K, V), out=buffer("v", *chunks.u.shape))
         found.baddbmm_(chunks.P, chunks.u)  # (5.5)
         torch.mul(found.view(-1, HV, C, V).transpose(1, 2), scale, out=o[here])
         ended = done + ended

@@ -123,12 +123,15 @@ def key_gradients(rows: Rows, kept: Kept, scanned: Scanned, pairs: Pairs, buffer
     """Queries and keys, where they meet the states and where they meet one another."""
     (*heads, C), K = rows.beta.shape, rows.k.shape[-1]
     shape, k = (*heads, C, K), rows.k.view(*heads[:2], 1, C, K)
-    outer = ((rows.do, kept.S), (scanned.dv, kept.S), (kept.R, scanned.dS))
-    dq, dk, c = (
-        torch.bmm(x, S.mT, out=buffer(name, len(x), C, K)).view(shape)
-        for name, (x, S) in zip(("dq", "dk", "c"), outer, strict=True)
-    )
-    read = _dots(dq, rows.queries.view(shape), buffer) - _dots(dk, rows.reading.view(shape), buffer)
+
+    def outer(x: Tensor, S: Tensor, name: str) -> Tensor:
+        return torch.bmm(x, S.mT, out=buffer(name, len(x), C, K)).view(shape)
+
+    dq = outer(rows.do, kept.S, "dq")
+    read = _dots(dq, rows.queries.view(shape), buffer)
+    dk = outer(scanned.dv, kept.S, "queries")  # which have served, and whose memory is taken over
+    read -= _dots(dk, rows.reading.view(shape), buffer)
+    c = outer(kept.R, scanned.dS, "writing")  # the same
     written = _dots(c, k, buffer)
     dq.mul_(rows.gamma[..., None])
     dk.mul_(-rows.gamma[..., None]).addcmul_(c, (rows.tail * rows.beta)[..., None])
@@ -269,7 +272,7 @@ def chunkwise_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """chunkwise_forward, differentiable where that is wanted: o [B,T,HV,V] and the states [N,HV,K,V].
 
-    Memory for the gradient: a state a chunk, and for every token an error [HV,V] and three rows of [C, C] matrices.
+    Kept for the gradient: of every chunk the state before it and four [C, C] matrices, of every token its error.
     """
     if not v.numel():  # no token: two results that have nothing to do with each other
         return v.to(initial_state.dtype), initial_state.clone()

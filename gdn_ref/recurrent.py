@@ -79,6 +79,6 @@ def _warn_of_training_memory(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -
     if wanted and kept > TRAINING_BYTES_WARNED:
         warnings.warn(
             f"the token recurrence keeps a state for each of {v.shape[0] * v.shape[1]} tokens for its gradient, "
-            f"about {kept / 2**30:.1f} GiB; chunk_gated_delta_rule keeps one a chunk",
+            f"about {kept / 2**30:.1f} GiB; chunk_gated_delta_rule keeps one a chunk, but for second derivatives",
             stacklevel=2,
         )
