@@ -290,7 +290,7 @@ def upstream(o, state, label=("upstream",)):
     Their values are bfloat16 numbers, so that they reach an op with half-precision outputs unrounded.
     """
     gen = rng(label, tuple(o.shape))
-    return (randn(gen, *x.shape).bfloat16().double() for x in (o, state))
+    return (randn(gen, *x.shape).bfloat16().double().to(x.device) for x in (o, state))
 
 
 def run(fn, x, wrt=None, label=("upstream",), **options):

@@ -8,6 +8,7 @@ import torch._dynamo.testing
 from helpers import assert_close, gates, l2norm, make, offsets, rand, randn, recurrence, rng, run
 from torch.library import opcheck
 
+import gdn_ref
 from gdn_ref import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 OP = torch.ops.gdn_ref.chunk_gated_delta_rule
@@ -309,3 +310,81 @@ def test_the_kernels_serve_a_compiled_call(kind):
     compiled = torch.compile(lambda **t: chunked(**t, **options), fullgraph=True, backend="aot_eager")
     found, expected = run(compiled, x), run(chunked, x, **options)
     assert all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+# ---------------------------------------------------------------- on a GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_device(x, dtype=torch.bfloat16):
+    """The case on a GPU, q, k and v in dtype."""
+    x = {n: t.cuda() if torch.is_tensor(t) else t for n, t in x.items()}
+    return x | {n: x[n].to(dtype) for n in "qkv"}
+
+
+def gpu_case(T, **options):
+    return on_device(make(T, 2, 4, 64, 64, beta="unit", **options))
+
+
+@on_gpu
+def test_gpu_auto_is_the_kernels_with_a_gradient_too():
+    x = gpu_case(200)
+    assert gdn_ref.which_backend(x["q"].requires_grad_()).name == "triton"
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    o, state = chunked(**leaves)
+    assert "FusedDeltaRule" in o.grad_fn.name()
+    assert_close(run(chunked, x), run(recurrence, {n: t.double() for n, t in x.items()}), 2e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_gpu_compiled_by_inductor(mode):
+    def layer(q, k, v, g, beta, initial_state):
+        o, state = chunked(q * 1.0, k, v, g, beta, initial_state=initial_state)
+        return o * 2, state
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=mode == "default", mode=mode)
+    for T in (200, 130, 200) if mode == "default" else (200, 200, 200):
+        x = gpu_case(T)
+        found, expected = run(compiled, x), run(layer, x)
+        assert_close(found, {n: t.double() for n, t in expected.items()}, 1e-2)
+
+
+@on_gpu
+def test_gpu_opcheck():
+    x = {n: t.requires_grad_() for n, t in gpu_case(100).items()}
+    opcheck(OP, arguments(x), test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@on_gpu
+def test_gpu_forward_and_backward_in_one_graph():
+    """Captured once, replayed on other numbers; nothing in it waits for the device."""
+    x = {n: t.detach().requires_grad_() for n, t in gpu_case(200).items()}
+
+    def step():
+        o, state = chunked(**x)
+        return o, state, *torch.autograd.grad(o.float().square().sum() + state.square().sum(), list(x.values()))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for n, t in gpu_case(200, label="other").items():
+            x[n].copy_(t)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@on_gpu
+def test_gpu_the_same_bits_every_time():
+    x = gpu_case(500)
+    first, second = run(chunked, x), run(chunked, x)
+    assert all(torch.equal(first[n], second[n]) for n in first)
