@@ -127,12 +127,13 @@ def key_gradients(rows: Rows, kept: Kept, scanned: Scanned, pairs: Pairs, buffer
     def outer(x: Tensor, S: Tensor, name: str) -> Tensor:
         return torch.bmm(x, S.mT, out=buffer(name, len(x), C, K)).view(shape)
 
+    # Memory of what has served is taken over.
     dq = outer(rows.do, kept.S, "dq")
-    read = _dots(dq, rows.queries.view(shape), buffer)
-    dk = outer(scanned.dv, kept.S, "queries")  # which have served, and whose memory is taken over
-    read -= _dots(dk, rows.reading.view(shape), buffer)
-    c = outer(kept.R, scanned.dS, "writing")  # the same
-    written = _dots(c, k, buffer)
+    products = torch.mul(dq, rows.queries.view(shape), out=buffer("dE", *shape))
+    dk = outer(scanned.dv, kept.S, "queries")
+    read = products.addcmul_(dk, rows.reading.view(shape), value=-1).sum(-1)
+    c = outer(kept.R, scanned.dS, "writing")
+    written = torch.mul(c, k, out=products).sum(-1)
     dq.mul_(rows.gamma[..., None])
     dk.mul_(-rows.gamma[..., None]).addcmul_(c, (rows.tail * rows.beta)[..., None])
     dq, dk = ((x.sum(2) if heads[2] > 1 else x).view(-1, C, K) for x in (dq, dk))
@@ -141,16 +142,14 @@ def key_gradients(rows: Rows, kept: Kept, scanned: Scanned, pairs: Pairs, buffer
     return KeyGradients(dq, dk, read, written)
 
 
-def _dots(x: Tensor, y: Tensor, buffer: Buffers) -> Tensor:
-    return torch.mul(x, y, out=buffer("dE", *x.shape)).sum(-1)
-
-
 def gate_gradients(rows: Rows, kept: Kept, dS: Tensor, pairs: Pairs, keys: KeyGradients) -> tuple[Tensor, Tensor]:
-    """dg and dbeta, [m, H, R, C]. A token's decay has the shares of all decays that lie across it, and no others: the
-    sum over rows less the sum over columns says the same, but there large shares cancel, and a small gradient drowns.
+    """dg and dbeta, [m, H, R, C]; dS is used up.
+
+    A token's decay has the shares of all decays that lie across it, and no others: the sum over rows less the sum over
+    columns says the same, but there large shares cancel, and a small gradient drowns.
     """
     to_end = rows.tail * keys.written
-    whole = rows.gamma[..., -1] * (kept.S * dS).sum((-2, -1)).view(rows.gamma.shape[:-1])
+    whole = rows.gamma[..., -1] * dS.mul_(kept.S).sum((-2, -1)).view(rows.gamma.shape[:-1])
     since_start = keys.read.flip(-1).cumsum(-1).flip(-1)
     until_end = pad((rows.beta * to_end).cumsum(-1)[..., :-1], (1, 0))
     return pairs.dg + since_start + until_end + whole[..., None], pairs.dbeta + to_end  # (9.13), (9.10)
