@@ -346,7 +346,7 @@ def make_plan(
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
-    work = {"tiles": ((HV, slots, 2, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
+    work = {"tiles": ((2, HV, slots, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
     results = {"o": (v.shape, q.dtype)}
     if output_final_state:
         results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single

@@ -137,7 +137,7 @@ class Plan:
         call("gradients", q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu)
         call("lengths_last", q, k, lengths, dq, dk, cu)
         dg, dbeta, share = empty("dg"), empty("dbeta"), empty("share")
-        call("finish", g, beta, A_log, dt_bias, cu, factors, sums, dg, dbeta, share)
+        call("finish", g, beta, A_log, dt_bias, cu, factors, lengths, sums, dg, dbeta, share)
         dA_log = None if share is None else share.sum((0, 1))
         ddt_bias = None if dt_bias is None else dg.sum((0, 1))
         found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
@@ -158,12 +158,12 @@ class Prepare:
     """A, P and the factors of every chunk, by the forward's own kernels. All that is known here of how prep.py lays
     them down; a chunk's tile of either lies APART tiles after the one before."""
 
-    APART = 2
+    APART = 1
 
     def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
         (T, N, slots), (_, HV, K, V), C = sizes, shape, config.C
         heads, (q_, k_, g_, b_) = min(launch.HEADS_A_PROGRAM, triton.next_power_of_2(HV)), strides
-        self.shapes = ((HV, slots, 2, C, C), dtype), ((HV, slots, FACTORS.value, C), torch.float32)
+        self.shapes = ((2, HV, slots, C, C), dtype), ((HV, slots, FACTORS.value, C), torch.float32)
         self.decay = Launch(decay_kernel, slots * -(-HV // heads), (T, N, slots, g_, b_, HV, C, heads, packed, *gates))
         self.prepare = Launch(
             prepare_kernel, slots * HV,
@@ -176,7 +176,7 @@ class Prepare:
         tiles, factors = (torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.shapes)
         self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors)
         self.prepare(q, k, cu_seqlens, tiles, factors, zeroed)
-        return tiles, tiles[:, :, 1], factors
+        return tiles[0], tiles[1], factors
 
 
 _plans: dict[tuple, Plan] = {}
@@ -282,11 +282,12 @@ def make_plan(
         ),
         "finish": Launch(
             finish_kernel, slots * HV,
-            (*sizes, g_, b_, HV, C, NK, min(config.BK, config.block), packed, *gates[:-1]), num_warps=2,
+            (*sizes, g_, b_, H, HV, C, NK, min(config.BK, config.block), packed, use_qk_l2norm, *gates[:-1]),
+            num_warps=2,
         ),
     }  # fmt: skip
-    if use_qk_l2norm and NK > 1:
-        for name in ("lengths", "lengths_last"):
+    if use_qk_l2norm:
+        for name in ("lengths", "lengths_last")[: min(NK, 2)]:
             constants = (*sizes, q_, k_, H, K, C, KP, packed, name == "lengths_last")
             launches[name] = Launch(lengths_kernel, slots * H, constants, num_warps=8)
     shapes = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config)

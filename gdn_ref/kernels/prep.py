@@ -119,7 +119,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """One chunk of one value head.
 
-    q, k: token rows [.., H, K], `stride` elements from token to token. Writes tiles [HV, slots, 2, C, C]: A = (I +
+    q, k: token rows [.., H, K], `stride` elements from token to token. Writes tiles [2, HV, slots, C, C]: A = (I +
     N)^-1 with N = tril(Gamma * (K K^T), -1) diag(beta), and P = (Gamma * (Q K^T)) diag(beta) with rows of largest
     entry 1; and the first five rows of factors. beta stands on the right in both, so that the rows of the scan are the
     errors themselves. The L2 norm is a factor too: q and k stay as they came. BOUND asks for what segments need.
@@ -159,10 +159,11 @@ def prepare_kernel(
     tl.store(p_factors + WRITE * C, late)  # (5.6)
     tl.store(p_factors + QUERY * C, gamma * score)  # (5.5)
     tl.store(p_factors + END * C, power(whole_C, rest_C), mask=i == 0)  # (5.6)
-    p_tile = tiles + base * (2 * C * C) + i[:, None] * C + i[None, :]
+    tile = i[:, None] * C + i[None, :]
+    p_P = tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C) + tile
     b_P, top = unscaled(tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * Gamma)  # (5.5)
     tl.store(p_factors + SCORE * C, top * score)
-    tl.store(p_tile + C * C, b_P.to(tiles.dtype.element_ty))
+    tl.store(p_P, b_P.to(tiles.dtype.element_ty))
 
     b_KK = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
     if NORM:
@@ -178,4 +179,4 @@ def prepare_kernel(
     if NORM:
         b_N *= length_k[:, None]
     b_A = invert_unit_lower(b_N.to(tiles.dtype.element_ty), C, tiles.dtype.element_ty)  # (5.2)
-    tl.store(p_tile, b_A.to(tiles.dtype.element_ty))
+    tl.store(tiles + base * (C * C) + tile, b_A.to(tiles.dtype.element_ty))

@@ -78,7 +78,7 @@ def step(S, b_k, b_v, b_A, read, write, end, SCALED: tl.constexpr = True):
 
 @triton.jit
 def carry(
-    S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, o_stride,
+    S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, o_stride,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -88,9 +88,9 @@ def carry(
         # load; neighbours that feed products alone share one arrival of the copy engine
         row = chunk * C
         b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_A = read_tile(m_tiles, 2 * row, C, 2 * NT * C, C, C, C, TMA)
+        b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
-        b_P = read_tile(m_tiles, 2 * row + C, C, 2 * NT * C, C, C, C, TMA)
+        b_P = read_tile(m_P, row, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
         p_chunk = factors + (base + chunk) * (FACTORS * C)
         read, write = tl.load(p_chunk + READ * C + i), tl.load(p_chunk + WRITE * C + i)
@@ -102,7 +102,7 @@ def carry(
         O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
         O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (size * score[None, :])  # (5.5)
         # store
-        write_tile(m_o, row, o_stride, L, width, tl.trans(O), C, BV, TMA)
+        write_tile(m_o, row, o_stride, L, width, tl.trans(O.to(b_v.dtype)), C, BV, TMA)
     return S
 
 
@@ -179,7 +179,8 @@ def scan_kernel(
     m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
     m_o = rows_of(o + corner_o, HV * V, L, width, C, BV, TMA)
-    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
+    m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_P = rows_of(tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C), C, NT * C, C, C, C, TMA)
 
     first, last, maps = 0, NT, segments * HV
     m_R = R
@@ -197,7 +198,7 @@ def scan_kernel(
         K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
     )  # fmt: skip
     S = carry(
-        S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, HV * V,
+        S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, HV * V,
         K, C, BK, BV, TMA, STAGES, False,
     )  # fmt: skip
     if tiles.dtype.element_ty == tl.float16:
@@ -211,8 +212,8 @@ def scan_kernel(
                 K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
             )  # fmt: skip
             S = carry(
-                S, m_q, m_k, m_v, m_o, m_tiles, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride,
-                HV * V, K, C, BK, BV, TMA, STAGES, True,
+                S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride,
+                HV * V, K, C, BK, BV, TMA, 1, True,
             )  # fmt: skip
 
     if HAS_FINAL:
@@ -281,7 +282,7 @@ def segment_kernel(
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, T, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, T, width, C, BV, TMA)
     NT = tl.cdiv(T, C)
-    m_tiles = rows_of(tiles + base * (2 * C * C), C, 2 * NT * C, C, C, C, TMA)
+    m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
     row, column = tl.arange(0, BV), tl.arange(0, BK)
     row_R = (block - NV) * BV + row
     S = tl.where((row_R[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
@@ -290,7 +291,7 @@ def segment_kernel(
     for chunk in tl.range(first, last, num_stages=STAGES):
         row_C = chunk * C
         b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
-        b_A = read_tile(m_tiles, 2 * row_C, C, 2 * NT * C, C, C, C, TMA)
+        b_A = read_tile(m_A, row_C, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row_C, v_stride, T, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
         read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
