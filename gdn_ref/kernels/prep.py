@@ -174,7 +174,7 @@ def prepare_kernel(
         if NORM:
             size *= length_k * length_k
         growth = tl.sum(tl.log2(tl.maximum(size - 1, 1.0)), 0)  # of H_t, whose eigenvalues are 1 and 1 - size   (2.2)
-        tl.store(p_factors + END * C, whole_C + rest_C + growth + tl.zeros([C], tl.float32), mask=i == 1)
+        tl.store(factors + base * (FACTORS * C) + END * C + 1, whole_C + rest_C + growth)
     b_N = b_KK * Gamma  # (5.2)
     if NORM:
         b_N *= length_k[:, None]
