@@ -189,45 +189,37 @@ def _intra_chunk(q: Tensor, kT: Tensor, Gamma: Tensor, beta: Tensor, buffer: Buf
     return A, weights.mul_(QK.view(m, H, 1, C, C)).view(-1, C, C)  # (5.5)
 
 
-class Scanned(NamedTuple):
-    ended: list[Tensor]  # states of the sequences that ended, the longest first
-    state: Tensor  # [n*HV, K, V] of the others
+def scan_chunks(chunks: Prepared, state: Tensor, buffer: Buffers) -> Tensor:
+    """Carry the state [n*HV,K,V] of n sequences through a group of chunks, step by step; returns it after them.
 
-
-def scan_chunks(chunks: Prepared, state: Tensor, rows: list[int], buffer: Buffers) -> Scanned:
-    """Carry the state through a group of chunks, step by step; sequences that have ended drop out from behind.
-
-    state: [n*HV,K,V]; rows: heads times sequences at each step, never rising. Leaves the state before every chunk in
-    buffer "S" and turns chunks.u into the errors.
+    Leaves the state before every chunk in buffer "S" and turns chunks.u into the errors.
     """
-    starts = buffer("S", len(chunks.u), *state.shape[1:]).split(rows)
-    ended, spare = [], buffer("state", rows[-1], *state.shape[1:])
-    for n, (k, w, u, gamma_C) in enumerate(zip(*(x.split(rows) for x in chunks[2:]), strict=True)):
-        S = starts[n]
-        if state is not S:
-            ended, state = [state[len(S) :].clone(), *ended] if len(S) < len(state) else ended, S.copy_(state[: len(S)])
+    steps = len(chunks.u) // len(state), len(state)
+    starts = buffer("S", *steps, *state.shape[1:]).unbind()
+    ahead = *starts[1:], buffer("state", *state.shape)
+    starts[0].copy_(state)
+    parts = (x.unflatten(0, steps).unbind() for x in (chunks.k.mT, chunks.w, chunks.u, chunks.gamma_C))
+    for S, after, kT, w, u, gamma_C in zip(starts, ahead, *parts, strict=True):
         u.baddbmm_(w, S, alpha=-1)  # R = A_r (V - diag(gamma) K S)   (9.3)
-        ahead = starts[n + 1] if n + 1 < len(rows) else spare
-        state = torch.mul(gamma_C, S, out=ahead if len(ahead) == len(S) else None)
-        state.baddbmm_(k.mT, u)  # (5.6)
-    return Scanned(ended, state)
+        torch.mul(gamma_C, S, out=after).baddbmm_(kT, u)  # (5.6)
+    return ahead[-1]
 
 
 class Group(NamedTuple):
-    """Chunks that are calculated together."""
+    """Chunks that are calculated together: some steps of the scan, through which the same sequences go."""
 
     chunks: slice  # of [NC, ...]
-    rows: list[int]  # heads times sequences at each step
+    sequences: int
 
 
 def groups_of(counts: list[int], HV: int) -> list[Group]:
     """Cut the steps of a scan into groups of about GROUP_ROWS rows; counts: sequences at each step."""
-    groups, start, rows = [], 0, []
+    groups, start, stop = [], 0, 0
     for n, count in enumerate(counts):
-        rows.append(count * HV)
-        if n + 1 == len(counts) or sum(rows) + counts[n + 1] * HV > GROUP_ROWS:
-            groups.append(Group(slice(start, start := start + sum(rows) // HV), rows))
-            rows = []
+        stop += count
+        if n + 1 == len(counts) or counts[n + 1] != count or (stop + count - start) * HV > GROUP_ROWS:
+            groups.append(Group(slice(start, stop), count))
+            start = stop
     return groups
 
 
@@ -237,19 +229,19 @@ def _run_batch(
     """Chunks [NC,C,...] in the order of the scan and states [n,HV,K,V] -> outputs [NC,C,HV,V] and states."""
     (C, HV, V), (H, K) = v.shape[1:], k.shape[2:]
     kept = Kept.empty(state, k, v) if keep else None
-    buffer, o = Buffers(state), state.new_empty(v.shape)
-    shape, state, ended = state.shape, state.flatten(0, 1), []
-    for group in groups_of(counts, HV):
-        here = group.chunks
+    buffer, o, final = Buffers(state), state.new_empty(v.shape), torch.empty_like(state).flatten(0, 1)
+    state = state.flatten(0, 1)
+    for here, n in groups_of(counts, HV):
         if keep:
             buffer.lend(**kept.of(here, H, HV)._asdict())
+        final[n * HV : len(state)] = state[n * HV :]  # of the sequences that have ended
         chunks = prepare_chunks(*(x[here] for x in (q, k, v, g, beta)), buffer)
-        done, state = scan_chunks(chunks, state, group.rows, buffer)
+        state = scan_chunks(chunks, state[: n * HV], buffer)
         found = torch.bmm(chunks.q, buffer("S", len(chunks.q), K, V), out=buffer("v", *chunks.u.shape))
         found.baddbmm_(chunks.P, chunks.u)  # (5.5)
         torch.mul(found.view(-1, HV, C, V).transpose(1, 2), scale, out=o[here])
-        ended = done + ended
-    return o, torch.cat([state, *ended]).view(shape), kept
+    final[: len(state)] = state
+    return o, final.view(-1, HV, K, V), kept
 
 
 class Forward(NamedTuple):

@@ -56,26 +56,21 @@ class Scanned(NamedTuple):
     state: Tensor  # [n*HV, K, V] gradient of the states before the group
 
 
-def scan_back(rows: Rows, kept: Kept, state: Tensor, final: Tensor, steps: list[int], buffer: Buffers) -> Scanned:
-    """Carry the gradient of the state through a group of chunks, from the last to the first.
-
-    state: [n*HV,K,V] the gradient of the states after the group, of the sequences that go on; final: [n*HV,K,V] those
-    of all final states, the longest sequence first; steps: heads times sequences at each step.
-    """
+def scan_back(rows: Rows, kept: Kept, state: Tensor, buffer: Buffers) -> Scanned:
+    """Carry the gradient of the state [n*HV,K,V] from the end of a group of chunks to its start, chunk by chunk."""
+    steps = len(kept.S) // len(state), len(state)
+    dS = buffer("dS", steps[0] + 1, *state.shape)  # before the first chunk, between, after the last
+    dS[-1] = state
+    torch.bmm(rows.queries.mT, rows.do, out=dS[:-1].flatten(0, 1))  # (9.6), the outputs' part
     P = _weighted(kept.QK, rows, kept, buffer)
     beta_dE = torch.bmm(P.mT, rows.do, out=buffer("dE", *rows.do.shape))  # (9.4), the outputs' part
-    dv, after = buffer("dv", *rows.do.shape), buffer("dS", *kept.S.shape).split(steps)
-    gamma_C = rows.gamma[..., -1].reshape(-1, 1, 1)
-    parts = list(zip(*(x.split(steps) for x in (beta_dE, dv, kept.A, gamma_C, *rows[5:])), strict=True))
-    after[-1][: len(state)] = state
-    for n in reversed(range(len(steps))):
-        dS, (beta_dE, dv_n, A, decay, do, queries, reading, writing) = after[n], parts[n]
-        dS[len(state) :] = final[len(state) : len(dS)]
-        torch.bmm(A.mT, beta_dE.baddbmm_(writing, dS), out=dv_n)  # (9.4), (9.5)
-        state = after[n - 1][: len(dS)] if n else buffer("dS before", *dS.shape)
-        torch.mul(decay, dS, out=state)
-        state.baddbmm_(queries.mT, do).baddbmm_(reading.mT, dv_n, alpha=-1)  # (9.6)
-    return Scanned(dv, buffer("dS", *kept.S.shape), state)
+    dv, gamma_C = buffer("dv", *rows.do.shape), rows.gamma[..., -1].reshape(-1, 1, 1)
+    inputs = beta_dE, dv, kept.A.mT, rows.writing, rows.reading.mT, gamma_C
+    parts = zip(dS[:-1], dS[1:], *(x.unflatten(0, steps) for x in inputs), strict=True)
+    for before, after, beta_dE_n, dv_n, AT, writing, readingT, decay in reversed(list(parts)):
+        torch.bmm(AT, beta_dE_n.baddbmm_(writing, after), out=dv_n)  # (9.4), (9.5)
+        before.addcmul_(decay, after).baddbmm_(readingT, dv_n, alpha=-1)  # (9.6)
+    return Scanned(dv, dS[1:].flatten(0, 1), dS[0])
 
 
 def _weighted(products: Tensor, rows: Rows, kept: Kept, buffer: Buffers) -> Tensor:
@@ -171,10 +166,11 @@ def _run_batch(q, k, g, beta, do, dstate: Tensor, kept: Kept, counts: list[int],
     H, HV = k.shape[2], do.shape[2]
     buffer, final = Buffers(g), dstate.flatten(0, 1)
     found, state = Gradients(*(g.new_empty(x.shape) for x in (q, k, do, g, beta, final))), final[:0]
-    for here, steps in reversed(groups_of(counts, HV)):
+    for here, n in reversed(groups_of(counts, HV)):
         rows = prepare_rows(*(x[here] for x in (q, k, g, beta, do)), scale, buffer)
         own = kept.of(here, H, HV)
-        scanned = scan_back(rows, own, state, final, steps, buffer)
+        state = torch.cat([state, final[len(state) : n * HV]])  # with the sequences that end here
+        scanned = scan_back(rows, own, state, buffer)
         pairs = pair_gradients(rows, own, scanned.dv, buffer)
         keys = key_gradients(rows, own, scanned, pairs, buffer)
         gates = gate_gradients(rows, own, scanned.dS, pairs, keys)
@@ -182,8 +178,7 @@ def _run_batch(q, k, g, beta, do, dstate: Tensor, kept: Kept, counts: list[int],
             part = whole[here].transpose(1, 2)  # [m, heads, C, ...]
             part.copy_(x.view(part.shape))
         state = scanned.state
-    found.state[: len(state)] = state
-    found.state[len(state) :] = final[len(state) :]
+    found.state.copy_(state)
     return found._replace(state=found.state.view(dstate.shape))
 
 

@@ -189,6 +189,19 @@ def test_in_a_checkpoint_and_in_a_larger_function():
     same(run(torch.compile(layer, fullgraph=True, backend="aot_eager"), x), run(layer, x))
 
 
+def test_the_layer_is_one_graph():
+    torch.manual_seed(0)
+    layer = gdn_ref.GatedDeltaNet(32, 2, 4)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled, counts = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter), []
+    for T in (40, 70, 33):
+        x = torch.randn(2, T, 32, requires_grad=True)
+        d = [torch.autograd.grad(f(x)[0].square().sum(), [x, *layer.parameters()]) for f in (compiled, layer)]
+        torch.testing.assert_close(d[0], d[1], rtol=1e-4, atol=1e-5)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3
+
+
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler")
 def test_inductor_serves_it_too():
     x = make(70, 1, 2, 8, 6)
