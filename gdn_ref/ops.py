@@ -160,7 +160,7 @@ def chunk_gated_delta_rule(
         if plan := _recall(tensors, scale, options):
             if not _wants_gradient(tensors):
                 return plan.run(*tensors)
-            return FusedDeltaRule.apply(q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
+            return FusedDeltaRule.apply(plan, q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
     return run(Call(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, chunk_size, backend,
@@ -221,7 +221,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if chosen == "triton":
         options, tensors = call.options(), call.tensors()
         if _wants_gradient(tensors):
-            return FusedDeltaRule.apply(call.scale, options, *tensors)
+            return FusedDeltaRule.apply(None, call.scale, options, *tensors)
         return fused_forward(call.scale, options, tensors)
     with torch.autocast(call.q.device.type, enabled=False):
         inputs = rule_inputs(call, sizes)
@@ -276,11 +276,11 @@ class FusedDeltaRule(torch.autograd.Function):
     beyond them it makes again, which costs it a third of its time and no memory while the rest of a model runs."""
 
     @staticmethod
-    def forward(ctx, scale, options, *tensors):
+    def forward(ctx, plan, scale, options, *tensors):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.options = scale, options
-        return fused_forward(scale, options, tensors)
+        return fused_forward(scale, options, tensors) if plan is None else plan.run(*tensors)
 
     @staticmethod
     def backward(ctx, do, dstate):
@@ -288,7 +288,7 @@ class FusedDeltaRule(torch.autograd.Function):
             raise RuntimeError(
                 "create_graph: found True, but the Triton kernels have no second derivative; backend='torch' has"
             )
-        return None, None, *fused_gradients(ctx.scale, ctx.options, ctx.saved_tensors, do, dstate)
+        return None, None, None, *fused_gradients(ctx.scale, ctx.options, ctx.saved_tensors, do, dstate)
 
 
 def fused_forward(scale: float, options: tuple, tensors: tuple) -> tuple[Tensor, Tensor | None]:
