@@ -24,6 +24,8 @@ from .targets import CompileTarget
 MOST_PLANS = 4096
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
 HEADS_A_PROGRAM = 16
+# Seven descriptors of 128 bytes.
+SCRATCH_A_PROGRAM = 1024
 
 
 class Config(NamedTuple):
@@ -106,6 +108,12 @@ def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences:
     return wide[0] if 1.64 * waves[1] < waves[0] else narrow
 
 
+def registers(device: Device, itemsize: int, K: int, norm: bool) -> dict[str, int]:
+    """What limits the registers of prepare_kernel, if anything: rows that are squared take four more than let three
+    programs run side by side on a Hopper processor, and two take a third longer."""
+    return {"maxnreg": 168} if norm and itemsize == 2 and K <= 128 and device.architecture == "sm_90" else {}
+
+
 def choose_segments(device: Device, config: Config, programs: int, chunks: int, K: int, itemsize: int) -> int:
     """Into how many segments a sequence is cut. It pays where the heads leave most of the processors idle, for the map
     of a segment of a head that remembers costs as much again as the scan of it, and every segment composes those before
@@ -136,14 +144,14 @@ if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor")
 
 
 class Launch:
-    """One kernel with all but its tensors fixed; called through Triton once, from then on directly, with addresses:
-    then nobody looks at the tensors again."""
+    """One kernel with all but its tensors fixed; called through Triton once, from then on directly, with addresses and
+    on a stream that is asked for once a call: then nobody looks at the tensors again."""
 
     def __init__(self, kernel, programs: int, constants: tuple, **options):
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
         self.run = None
 
-    def __call__(self, *tensors: Tensor | int | None) -> None:
+    def __call__(self, *tensors: Tensor | int | None, stream: int | None = None) -> None:
         """Tensors or their addresses; the first time tensors."""
         if self.run is None:
             compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
@@ -151,14 +159,27 @@ class Launch:
                 self.run = compiled[self.grid]
         else:
             addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-            self.run(*addresses, *self.constants)
+            self.run(*addresses, *self.constants, stream=stream)
+
+
+class Scratch:
+    """Where Triton keeps the descriptors of the copy engine while kernels run: a place in the memory of the call."""
+
+    def __init__(self, address: int, size: int):
+        self.address, self.size = address, size
+
+    def __call__(self, size: int, alignment: int, stream):
+        return self if size <= self.size else _scratch(size, alignment, stream)
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
     def __init__(self, launches: tuple, work: dict, results: dict, device, tma: bool, to_arrange: bool, out):
-        self.decay, self.prepare, self.segment, self.scan = launches
+        self.decay, self.prepare, self.segment, self.scan, self.rescan = launches
         self.results = results  # shape and dtype by name of what the caller gets: "o" and perhaps "final"
         self.device, self.tma, self.to_arrange = device, tma, to_arrange
         self.out = out  # the dtype of o that the caller gets
@@ -181,20 +202,27 @@ class Plan:
     def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
         work = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         o, *final = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results.values())
-        final = final[0] if final else None
-        if self.scan.run is None:
+        final, stream = (final[0] if final else None), None  # the stream that is current, if nobody says
+        ready = self.scan.run is not None
+        if not ready:
             parts = {name: work[there].view(dtype).view(shape) for name, (there, shape, dtype) in self.work.items()}
         else:
-            first = work.data_ptr()
+            first, stream = work.data_ptr(), torch.cuda.current_stream(self.device).cuda_stream
             parts = {name: first + there.start for name, (there, _, _) in self.work.items()}
-        tiles, factors, R, B, forgets = (parts.get(name) for name in ("tiles", "factors", "R", "B", "forgets"))
+            q, k, v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        tiles, factors, R, B, forgets, done = map(parts.get, ("tiles", "factors", "R", "B", "forgets", "done"))
         if self.tma:
-            triton.set_allocator(_scratch)
-        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors)
-        self.prepare(q, k, cu_seqlens, tiles, factors, o)
+            there = self.work["scratch"][0]
+            triton.set_allocator(Scratch(first + there.start, there.stop - there.start) if ready else _scratch)
+        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors, stream=stream)
+        self.prepare(q, k, cu_seqlens, tiles, factors, o, stream=stream)
         if self.segment is not None:
-            self.segment(k, v, tiles, factors, R, B, forgets)
-        self.scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets)
+            self.segment(k, v, tiles, factors, R, B, forgets, stream=stream)
+        for scan in (self.scan, self.rescan):
+            if scan is not None:
+                scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, stream=stream)
+        if self.tma:
+            triton.set_allocator(_scratch)  # for whoever launches next
         return (o if o.dtype == self.out else o.to(self.out)), final
 
 
@@ -332,22 +360,27 @@ def make_plan(
     prepare = Launch(
         prepare_kernel, slots * HV,
         (T, N, slots, scale, q_, k_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm, segments > 1),
-        num_warps=config.prepare_warps, num_stages=1,
+        num_warps=config.prepare_warps, num_stages=1, **registers(device, q.element_size(), K, use_qk_l2norm),
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
     options = {"num_warps": config.warps, "num_stages": config.stages}
     n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
     strides = (n, h, row, column) if state_v_first else (n, h, column, row)
-    scan = Launch(
-        scan_kernel, N * HV * segments * NV,
-        (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
-         state_v_first, segments > 1, tma, config.stages),
-        **options,
+    half = q.element_size() == 2
+    scan, rescan = (
+        Launch(
+            scan_kernel, N * HV * segments * NV,
+            (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
+             state_v_first, segments > 1, tma, config.stages, one),
+            **options,
+        ) for one in ((1, 2) if half else (0, 0))
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
-    fine, single = (torch.float32 if q.dtype == torch.float32 else torch.float16), torch.float32
+    fine, single = torch.float16 if half else torch.float32, torch.float32
     work = {"tiles": ((2, HV, slots, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
     results = {"o": (v.shape, q.dtype)}
+    if half:
+        work["done"] = (N * HV * segments * NV,), torch.int32
     if output_final_state:
         results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
     segment = None
@@ -359,7 +392,10 @@ def make_plan(
         work["B"] = (N * segments * HV, NV * config.BV, BK), single
         work["forgets"] = (N * segments * HV,), torch.int32
     to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
-    return Plan((decay, prepare, segment, scan), work, results, q.device, tma, to_arrange, out)
+    if tma:
+        work["scratch"] = (N * HV * segments * NV * SCRATCH_A_PROGRAM,), torch.uint8
+    launches = (decay, prepare, segment, scan, rescan if half else None)
+    return Plan(launches, work, results, q.device, tma, to_arrange, out)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
@@ -372,26 +408,29 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
         configs = configs_for(architecture, itemsize, 256 if wide else 128)
         for config in configs:
             how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
-            targets += _targets_of(config, *how, all_kernels=config == configs[0])
+            targets += _targets_of(architecture, config, *how, all_kernels=config == configs[0])
     return targets
 
 
-def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
+def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
     where = f"{dtype}/K{K}/C{config.C}"
     shape = {"H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K}
     scan = {
         **shape, "BV": config.BV, "HAS_INITIAL": True, "HAS_FINAL": True, "V_FIRST": True, "PACKED": True,
-        "SEGMENTED": False, "TMA": config.tma, "STAGES": config.stages,
+        "SEGMENTED": False, "TMA": config.tma, "STAGES": config.stages, "PASS": 0 if dtype == "fp32" else 1,
     }  # fmt: skip
     options = {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
     name = f"{where}/BV{config.BV}"
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
+    if dtype != "fp32":
+        targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
     if not all_kernels:
         return targets
     prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
     how = {"num_warps": config.prepare_warps, "hot": dtype != "fp32"}
     targets.append(_target(f"prepare/{where}", prepare_kernel, dtype, prepare, **how))
     raw = {"PACKED": True, "NORM": True, "BOUND": False}
+    how |= registers(Device(architecture, 1), 2 if dtype == "bf16" else 4, K, norm=True)
     targets.append(_target(f"prepare/{where}/packed/norm", prepare_kernel, dtype, {**prepare, **raw}, **how))
     gates = {**shape, "BH": HEADS_A_PROGRAM, "PACKED": True, "LARGEST_BETA": 1.0}
     gates |= dict.fromkeys(("HAS_G", "RAW_G", "HAS_BIAS", "HAS_BETA", "RAW_BETA"), True)
@@ -407,7 +446,7 @@ def _target(name: str, kernel, dtype: str, constants: dict, **options) -> Compil
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "R")}}
     known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
     known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
-    known["forgets"] = "*i32"
+    known |= {"forgets": "*i32", "done": "*i32"}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith("initial_"))

@@ -11,9 +11,9 @@ No factor W is ever formed.
 
 The products with A and P take float16, which is eight times finer than bfloat16 where correlated keys make that matter,
 but holds nothing above 65504 and is coarse below 1e-4. Taking the size out of every row of W, as prep.py does with P,
-costs a tenth of the time and is hardly ever needed: so a program runs without, looks at the state it ends with, and if
-that is no number, or so small that digits may have been lost, runs again with sizes taken out. A number that was too
-large makes the state NaN for good, so that none is missed.
+costs a tenth of the time and is hardly ever needed: so a first pass goes without, looks at the state it ends with, and
+if that is no number, or so small that digits may have been lost, leaves the program to a second pass, which takes sizes
+out. A number that was too large makes the state NaN for good, so that none is missed.
 """
 
 import triton
@@ -121,13 +121,13 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def state_before(
-    initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, corner_v, corner_k,
+    initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, corner,
     K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LV: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SEGMENTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The state S^T [BV, BK] that a program starts from: the initial one, taken through the maps of the segments
-    before it. (corner_v, corner_k): of the block; B: of the sequence's first map, each LV rows long."""
-    row_v, row_k = corner_v + tl.arange(0, BV), corner_k + tl.arange(0, BK)
+    before it. corner: the first row; B: of the sequence's first map, each LV rows long."""
+    row_v, row_k = corner + tl.arange(0, BV), tl.arange(0, BK)
     S = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
         inside = (row_v < V)[:, None] & (row_k < K)[None, :]
@@ -146,19 +146,23 @@ def state_before(
 
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def scan_kernel(
-    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets,
+    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done,
     T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, V_FIRST: tl.constexpr,
-    SEGMENTED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    SEGMENTED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """BV columns of V of one value head of one sequence, or of one of its segments, chunk after chunk.
 
     q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B, forgets: see segment_kernel.
-    Writes o [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
+    Writes o [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST. PASS: 0 where float32 holds
+    everything; 1 writes into done, one number a program, whether float16 did; 2 does what is not done.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
+    if PASS == 2:
+        if tl.load(done + pid) != 0:
+            return
     iv = pid % NV
     segment = (pid // NV) % segments
     h = (pid // NV // segments) % HV
@@ -194,27 +198,17 @@ def scan_kernel(
         forgets += n.to(tl.int64) * maps
 
     S = state_before(
-        initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV, 0,
+        initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV,
         K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
     )  # fmt: skip
     S = carry(
         S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, HV * V,
-        K, C, BK, BV, TMA, STAGES, False,
+        K, C, BK, BV, TMA, STAGES, PASS == 2,
     )  # fmt: skip
-    if tiles.dtype.element_ty == tl.float16:
+    if PASS == 1:
         total = tl.sum(tl.sum(tl.abs(S), 1), 0)  # NaN and infinity stay what they are
         held = (total >= LEAST_MEAN * (tl.minimum(BV, width) * K)) & (total < float("inf"))
-        if (last > first) & (held == 0):
-            # A zero that the compiler cannot see through: or it keeps the addresses of the first time for the second.
-            zero = tl.where(total < 0, 1, 0)
-            S = state_before(
-                initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV + zero, zero,
-                K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
-            )  # fmt: skip
-            S = carry(
-                S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride,
-                HV * V, K, C, BK, BV, TMA, 1, True,
-            )  # fmt: skip
+        tl.store(done + pid, (held | (last <= first)).to(tl.int32))
 
     if HAS_FINAL:
         if segment == segments - 1:
