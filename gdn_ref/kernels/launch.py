@@ -235,10 +235,10 @@ def _scratch(size: int, alignment: int, stream) -> Tensor:
 
 def kind_of_call(tensors: tuple, options: tuple) -> tuple:
     """What a plan depends on: sizes, strides, dtypes and options; alignment too, since Triton compiles for it."""
-    kinds = tuple(
-        None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in tensors
-    )
-    return kinds, options
+    kinds = [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15) for x in tensors
+    ]
+    return tuple(kinds), options
 
 
 def recall(kind: tuple) -> Plan | None:
