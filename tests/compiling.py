@@ -236,12 +236,14 @@ def stand_in_for_the_amd_linker(folder):
 
 
 def targets(arch, modules=MODULES):
-    """Every target of every module that lists some, for one architecture."""
+    """Every target of every module that lists some, for one architecture. Of one that is not hot and is there for two
+    widths of heads, as those of float32 are, whose configuration does not depend on it, the wider alone."""
     found = []
     for name in modules:
         if importlib.util.find_spec(name):
             found += getattr(importlib.import_module(name), "compile_targets", lambda arch: [])(arch)
-    return found
+    wider = {t.name for t in found if not t.hot}
+    return [t for t in found if t.hot or "/K128/" not in t.name or t.name.replace("/K128/", "/K256/") not in wider]
 
 
 def _work(task):

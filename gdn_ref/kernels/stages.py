@@ -514,22 +514,19 @@ def _warps(dtype: torch.dtype) -> int:
 
 
 def compile_targets(arch: str):
-    """Yield a CompileTarget for every kernel in every dtype, packed and not; none is hot.
+    """Yield a CompileTarget for every kernel, by 16-bit and by float32 operands; none is hot.
 
     Tiles along K and V are at most 64 wide, so one width does for all kernels but chunk_states_kernel, which holds the
-    whole of K: that one is compiled at both of its widths. What a dtype or a width does not change stands there once.
+    whole of K. bfloat16 and float16 compile alike.
     """
-    for dtype, width, packed in ((torch.bfloat16, 128, True), (torch.float16, 256, False), (torch.float32, 256, True)):
-        for kernel in KERNELS:
-            reads_gates = kernel is chunk_local_cumsum_kernel and dtype == torch.float32
-            inverts = kernel is solve_tril_kernel and dtype == torch.bfloat16  # float16 operands, like float16
-            if not (reads_gates or inverts):
-                yield _target_of(kernel, dtype, width, packed)
-    yield _target_of(chunk_states_kernel, torch.bfloat16, 256, False)
+    for kernel in KERNELS:
+        yield _target_of(kernel, torch.bfloat16, 256, packed=False)
+        yield _target_of(kernel, torch.float32, 256, packed=True)
+    yield _target_of(chunk_states_kernel, torch.bfloat16, 128, packed=True)
 
 
 def _target_of(kernel, dtype: torch.dtype, width: int, packed: bool) -> CompileTarget:
-    tokens = "*" + {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    tokens = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
     pointers = dict.fromkeys(("q", "k", "v", "w", "u"), tokens) | dict.fromkeys(others, "*fp32")
     pointers |= dict.fromkeys(("A", "X"), tokens) if kernel is solve_tril_kernel else {}
