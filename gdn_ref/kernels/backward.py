@@ -72,13 +72,13 @@ def states_kernel(
     k, v, A, factors, initial, S, E, cu_seqlens,
     T, slots, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, APART: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    BV: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
     TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The scan of scan.py without its outputs: what it passes through is kept instead.
 
     Writes S [HV, slots, VP, BK], the state before every chunk, transposed, and E [HV, slots, C, VP], its errors; V is
-    filled up with zeros to VP. A lies APART chunks of rows apart.
+    filled up with zeros to VP.
     """
     NV: tl.constexpr = VP // BV
     iv = tl.program_id(0) % NV
@@ -90,7 +90,7 @@ def states_kernel(
     width = V - iv * BV
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
-    m_A = rows_of(A + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
+    m_A = rows_of(A + base * (C * C), C, NT * C, C, C, C, TMA)
     m_S = rows_of(S + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
     m_E = rows_of(E + base * C * VP + iv * BV, VP, NT * C, BV, C, BV, TMA)
     row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
@@ -106,7 +106,7 @@ def states_kernel(
         row = chunk * C
         row_S = chunk * VP
         b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_A = read_tile(m_A, APART * row, C, APART * NT * C, C, C, C, TMA)
+        b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
         read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
@@ -142,10 +142,11 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
     """One chunk: from the adjoint dS'^T [BV, K] of the state after it that of the state before it, and dv^T [BV, C]."""
     b_do = tl.trans(b_do).to(tl.float32)
     X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
-    X = tl.dot((b_do * score[None, :]).to(b_P.dtype), b_P, acc=X, input_precision="ieee")
+    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")
+    b_dP, top = unscaled(b_do * score[None, :])
+    X += tl.dot(b_dP.to(b_P.dtype), b_P, input_precision="ieee") * top[:, None]
     X, top = unscaled(X)
     dv = tl.dot(X.to(b_A.dtype), b_A, input_precision="ieee") * top[:, None]
-    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")
     return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
 
 
@@ -154,7 +155,7 @@ def adjoints_kernel(
     q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu_seqlens,
     T, slots, q_stride, k_stride, final_n, final_h, final_v, final_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, APART: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
+    BV: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
     HAS_DINITIAL: tl.constexpr, V_FIRST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The scan in reverse: BV columns of V of one value head of one sequence, from its last chunk to its first.
@@ -175,8 +176,8 @@ def adjoints_kernel(
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
     m_do = rows_of(do + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
     m_dv = rows_of(dv + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
-    m_A = rows_of(A + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
-    m_P = rows_of(P + base * (APART * C * C), C, APART * NT * C, C, C, C, TMA)
+    m_A = rows_of(A + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_P = rows_of(P + base * (C * C), C, NT * C, C, C, C, TMA)
     m_dS = rows_of(dS + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
     row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
     inside = (row_v < V)[:, None] & (row_k < K)[None, :]
@@ -192,8 +193,8 @@ def adjoints_kernel(
         chunk = NT - 1 - r
         row = chunk * C
         b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_P = read_tile(m_P, APART * row, C, APART * NT * C, C, C, C, TMA)
-        b_A = read_tile(m_A, APART * row, C, APART * NT * C, C, C, C, TMA)
+        b_P = read_tile(m_P, row, C, NT * C, C, C, C, TMA)
+        b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
         b_do = read_tile(m_do, row, HV * V, L, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
@@ -255,20 +256,33 @@ def through_norm(dx, x, length):
 
 
 @triton.jit
-def inside(FJ, sum_xa, sum_c, b_qk, b_k, weight, length_k, zero, p_factors, p_sums, C: tl.constexpr, SUM: tl.constexpr):
-    """What pairs of tokens of the chunk do to each other: sum_xa + F (beta K) over J (beta K), and sum_c + beta (F^T Q
-    - J^T K). Stores X across tokens, and k.(F^T Q - J^T K)."""
+def lengths_of(p_lengths, scale, C: tl.constexpr, NORM: tl.constexpr):
+    """What q is multiplied by to be a query, and k to be a key with its sign changed, [2C]; and what k, [C]."""
+    pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
+    weight, length_k = tl.where(pair < C, scale, -1.0), tl.full([C], 1.0, tl.float32)
+    if NORM:
+        weight *= tl.load(p_lengths + pair)
+        length_k = tl.load(p_lengths + C + i)
+    return weight, length_k
+
+
+@triton.jit
+def inside(
+    FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C: tl.constexpr, NORM: tl.constexpr,
+    SUM: tl.constexpr,
+):  # fmt: skip
+    """What pairs of tokens of the chunk do to each other: written + (scale F over -J) diag(beta), with lengths of 1 for
+    what multiplies it. Stores X across tokens, and k.(scale F^T Q - J^T K)."""
     i = tl.arange(0, C)
+    weight, length_k = lengths_of(p_lengths, scale, C, NORM)
     beta = tl.load(p_factors + BETA * C + i) * length_k
     FJ *= decay_pair(p_factors, zero, C, SUM == tl.float32) * weight[:, None]
-    written = (FJ * beta[None, :]).to(b_k.dtype)
-    c = tl.dot(tl.trans(b_qk), FJ.to(b_qk.dtype), input_precision="ieee")
-    tl.store(p_sums + 3 * C + i, tl.sum(c * tl.trans(b_k), 0) * length_k)
-    sum_c += c * beta[None, :]
-    sum_xa = tl.dot(written, b_k, acc=sum_xa, input_precision="ieee")
-    both = tl.dot(b_qk, tl.trans(b_k), input_precision="ieee")  # made anew for every head: kept, it would spill
-    tl.store(p_sums + i, across(written * both, zero, C, SUM))
-    return sum_xa, sum_c
+    # Q K^T, and K K^T below it: made anew for every head, which costs less than the registers would.
+    X = tl.dot(b_qk, tl.trans(b_k), acc=tl.zeros([2 * C, C], tl.float32) + zero, input_precision="ieee") * FJ
+    written += FJ * beta[None, :]
+    tl.store(p_sums + 3 * C + i, tl.sum(X, 0))
+    tl.store(p_sums + i, across(X * beta[None, :], zero, C, SUM))
+    return written
 
 
 @triton.jit
@@ -293,23 +307,78 @@ def no_gradients(
             tl.store(p_dv, tl.zeros([C, BV], dv.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def one_block(
+    r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot, slots, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """BV columns of V of one value head of gradients_kernel, and with its last columns what is made of its sums.
+
+    E, S and dS, the pair of do and dv: each of these tiles feeds products alone. A tile that is used in a sum as well
+    gets a single buffer on Hopper (Triton 3.6), and the copy for the next round overwrites it while products in flight
+    still read it. So <S, dS'> is the trace of a product, and no sum over tiles.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    W: tl.constexpr = BK if BK < BV else BV
+    sum_xa, sum_c, written, FJ, xa, c, ends = carried
+    # load
+    pair, i, w = tl.arange(0, 2 * C), tl.arange(0, C), tl.arange(0, W)
+    hv, iv = h * (HV // H) + r // NV, r % NV
+    unit = hv.to(tl.int64) * slots + slot
+    at = (token * HV + hv) * V + iv * BV
+    b_d = load_pair(do + at, dv + at, HV * V, HV * V, left, V - iv * BV, C, BV)
+    b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
+    b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
+    b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
+    # compute; each sum over V is done with before the next begins, so that one at a time takes registers
+    last = iv == NV - 1
+    p_factors = factors + unit * (FACTORS * C)
+    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + W)
+    # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them, and
+    # fill the registers.
+    zero = tl.where(r + slots < 0, 1, 0)
+    if BK < BV:
+        ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
+    else:
+        ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
+    if last:
+        diagonal = (w[:, None] == w[None, :] + zero) & (w < W)[:, None]
+        tl.store(p_sums + 5 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
+        ends = tl.zeros([W, W], tl.float32)
+    c = tl.dot(tl.trans(b_dS), tl.trans(b_E), acc=c, input_precision="ieee")
+    if last:  # E dS'^T, transposed: what the state after the chunk asks of its keys
+        tl.store(p_sums + 4 * C + i, tl.sum(c * tl.trans(b_k), 0))
+        sum_c += c * tl.load(p_factors + WRITE * C + i)[None, :]
+        c = tl.zeros([BK, C], tl.float32)
+    xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
+    if last:  # do S^T over dv S^T: what q and k read of the state before it
+        read = tl.load(p_factors + tl.where(pair < C, QUERY * C, READ * C - C) + pair)
+        xa *= tl.where(pair < C, read, -read)[:, None]
+        tl.store(p_sums + C + pair, tl.sum(xa * b_qk, 1))  # y
+        sum_xa += xa
+        xa = tl.zeros([2 * C, BK], tl.float32)
+    FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
+    if last:
+        written = inside(FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C, NORM, SUM)
+        FJ = tl.zeros([2 * C, C], tl.float32)
+    return sum_xa, sum_c, written, FJ, xa, c, ends
+
+
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def gradients_kernel(
     q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu_seqlens,
     T, N, slots, scale, q_stride, k_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr, ANEW: tl.constexpr,
 ):  # fmt: skip
     """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
 
     What concerns do and what concerns dv is the same work: they lie in one tile [2C, BV], the one below the other, as q
     and k, F and J, x and a do. Writes dq and dk [.., H, K], and sums [NK, HV, slots, 5 C + W], which finish_kernel
-    needs: X across tokens; y in two halves; k.c; z; the diagonal of S dS'^T.
-
-    E, S and dS, the pair of do and dv: each of these tiles feeds products alone. A tile that is used in a sum as well
-    gets a single buffer on Hopper (Triton 3.6), and the copy for the next round overwrites it while products in flight
-    still read it. So <S, dS'> is the trace of a product, and no sum over tiles.
+    needs: X across tokens; y in two halves; k.c in two parts; the diagonal of S dS'^T. ANEW, for Tritons that know it,
+    keeps what is the same for all heads out of registers.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -323,75 +392,45 @@ def gradients_kernel(
         return
 
     # load
-    pair, i, column, w = tl.arange(0, 2 * C), tl.arange(0, C), tl.arange(0, BK), tl.arange(0, W)
+    i, column = tl.arange(0, C), tl.arange(0, BK)
     width = K - block * BK
     x_q, x_k = q + token * q_stride + h * K + block * BK, k + token * k_stride + h * K + block * BK
     b_qk = load_pair(x_q, x_k, q_stride, k_stride, left, width, C, BK)
     b_k = load_rows(x_k, k_stride, i, column, left, width)
-    weight, length_k = tl.where(pair < C, scale, -1.0), tl.full([C], 1.0, tl.float32)  # of q and of -k
-    if NORM:
-        p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
-        if NK == 1:
-            weight *= inverse_lengths(b_qk)
-            length_k = inverse_lengths(b_k)
-        else:
-            weight *= tl.load(p_lengths + pair)
-            length_k = tl.load(p_lengths + C + i)
+    p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
     m_E = rows_of(E, VP, HV * slots * C, VP, C, BV, TMA)
     m_S = rows_of(S + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
     m_dS = rows_of(dS + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
 
-    sum_xa, sum_c = tl.zeros([2 * C, BK], tl.float32), tl.zeros([BK, C], tl.float32)
-    FJ, xa = tl.zeros([2 * C, C], tl.float32), tl.zeros([2 * C, BK], tl.float32)
-    c, ends = tl.zeros([BK, C], tl.float32), tl.zeros([W, W], tl.float32)
-    for r in tl.range(0, (HV // H) * NV, num_stages=STAGES, disable_licm=True):
-        # load
-        hv, iv = h * (HV // H) + r // NV, r % NV
-        unit = hv.to(tl.int64) * slots + slot
-        at = (token * HV + hv) * V + iv * BV
-        b_d = load_pair(do + at, dv + at, HV * V, HV * V, left, V - iv * BV, C, BV)
-        b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
-        b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
-        b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
-        # compute; each sum over V is done with before the next begins, so that one at a time takes registers
-        last = iv == NV - 1
-        p_factors = factors + unit * (FACTORS * C)
-        p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + W)
-        # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them,
-        # and fill the registers.
-        zero = tl.where(tl.load(p_factors + WHOLE * C) > 1.0, 1, 0)
-        if BK < BV:
-            ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
-        else:
-            ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
-        if last:
-            diagonal = (w[:, None] == w[None, :] + zero) & (w < W)[:, None]
-            tl.store(p_sums + 5 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
-            ends = tl.zeros([W, W], tl.float32)
-        c = tl.dot(tl.trans(b_dS), tl.trans(b_E), acc=c, input_precision="ieee")
-        if last:  # E dS'^T, transposed: what the state after the chunk asks of its keys
-            tl.store(p_sums + 4 * C + i, tl.sum(c * tl.trans(b_k), 0) * length_k)
-            sum_c += c * tl.load(p_factors + WRITE * C + i)[None, :]
-            c = tl.zeros([BK, C], tl.float32)
-        xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
-        if last:  # do S^T over dv S^T: what q and k read of the state before it
-            xa *= tl.load(p_factors + tl.where(pair < C, QUERY * C, READ * C - C) + pair)[:, None]
-            xa = tl.where((pair < C)[:, None], xa, -xa)
-            tl.store(p_sums + C + pair, tl.sum(xa * b_qk, 1))  # y
-            sum_xa += xa
-            xa = tl.zeros([2 * C, BK], tl.float32)
-        FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
-        if last:
-            sum_xa, sum_c = inside(
-                FJ, sum_xa, sum_c, b_qk, b_k, weight, length_k, zero, p_factors, p_sums, C, SUM
+    # compute
+    carried = (
+        tl.zeros([2 * C, BK], tl.float32), tl.zeros([BK, C], tl.float32), tl.zeros([2 * C, C], tl.float32),
+        tl.zeros([2 * C, C], tl.float32), tl.zeros([2 * C, BK], tl.float32), tl.zeros([BK, C], tl.float32),
+        tl.zeros([W, W], tl.float32),
+    )  # fmt: skip
+    if ANEW:
+        for r in tl.range(0, (HV // H) * NV, num_stages=STAGES, disable_licm=True):
+            carried = one_block(
+                r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
+                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, SUM,
             )  # fmt: skip
-            FJ = tl.zeros([2 * C, C], tl.float32)
-
+    else:
+        for r in tl.range(0, (HV // H) * NV, num_stages=STAGES):
+            carried = one_block(
+                r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
+                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, SUM,
+            )  # fmt: skip
+    sum_xa, sum_c, written = carried[0], carried[1], carried[2]
+    # The heads share q and k: F and J are multiplied with them once, after having been added up.
+    written = written.to(b_k.dtype)
+    sum_xa = tl.dot(written, b_k, acc=sum_xa, input_precision="ieee")
+    sum_c = tl.dot(tl.trans(b_qk), written, acc=sum_c, input_precision="ieee")
     b_dq, b_dk = tl.split(tl.permute(tl.reshape(sum_xa, [2, C, BK]), (1, 2, 0)))
     b_dk += tl.trans(sum_c)
     if NORM and NK == 1:
         b_q = load_rows(x_q, q_stride, i, column, left, width)
-        b_dq, b_dk = through_norm(b_dq, b_q, inverse_lengths(b_q)), through_norm(b_dk, b_k, length_k)
+        b_dq = through_norm(b_dq, b_q, tl.load(p_lengths + i))
+        b_dk = through_norm(b_dk, b_k, tl.load(p_lengths + C + i))
     corner = (token * H + h) * K + block * BK
     store_rows(dq + corner, H * K, i, column, left, width, b_dq)
     store_rows(dk + corner, H * K, i, column, left, width, b_dk)
@@ -402,10 +441,11 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def finish_kernel(
-    g, beta, A_log, dt_bias, cu_seqlens, factors, sums, dg, dbeta, share,
+    g, beta, A_log, dt_bias, cu_seqlens, factors, lengths, sums, dg, dbeta, share,
     T, N, slots, g_stride, beta_stride,
-    HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, HAS_G: tl.constexpr,
-    RAW_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
+    NORM: tl.constexpr, HAS_G: tl.constexpr, RAW_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
+    RAW_BETA: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one chunk's gates, as they were given, from the sums of gradients_kernel: dg, dbeta [.., HV].
 
@@ -436,6 +476,13 @@ def finish_kernel(
     b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
     beta_last = tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
     end = tl.load(p_factors + END * C, mask=left > 0, other=0.0)
+
+    if NORM:
+        p_lengths = lengths + ((h // (HV // H)).to(tl.int64) * slots + slot) * (2 * C) + C + i
+        length_k = tl.load(p_lengths, mask=valid, other=0.0)
+        d_beta *= length_k
+        to_end *= length_k
+        from_last *= tl.load(p_lengths - 1, mask=after, other=0.0)
 
     # compute and store
     z = beta_last * late(p_factors, i - 1, after, left, C) * from_last
@@ -480,9 +527,8 @@ def lengths_kernel(
     q, k, lengths, dq, dk, cu_seqlens, T, N, slots, q_stride, k_stride,
     H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """What the L2 norm needs of whole rows, where programs of gradients_kernel see blocks of them: before it lengths
-    [H, slots, 2, C], one over |q| and |k|; after it, LAST, the gradients of q and k, in place, from those of q / |q|
-    and k / |k|."""
+    """What the L2 norm needs of whole rows: before gradients_kernel lengths [H, slots, 2, C], one over |q| and |k|;
+    after it, where its programs see blocks of rows, LAST: dq and dk in place, as through_norm says."""
     h = tl.program_id(0) % H
     slot = tl.program_id(0) // H
     token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)

@@ -11,6 +11,7 @@ token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from .launch import Device, Launch, arrange, can_copy, device_of, kind_of_call, 
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .targets import CompileTarget
 
+# Whether loops can be told to leave inside what is the same in every round (Triton 3.5 and later).
+ANEW = "disable_licm" in inspect.signature(tl.range.__init__).parameters
+
 
 class Config(NamedTuple):
     """How the backward is cut for a device and an input."""
@@ -48,32 +52,35 @@ class Config(NamedTuple):
 
 
 FP32 = {
-    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 64, 32, 8, 1),),
-    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 64, 32, 8, 1),),
+    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
+    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
 }
 # (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
+    # Hopper: [do; dv] are 128 rows, which is what eight warps take without doing anything twice. 64 columns of K leave
+    # room for two heads' tiles, so that the next head's arrive while one is worked on.
     "sm_90": {
         (2, False): (
             Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
             Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
         ),
-        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 64, 64, 8, 2),),
+        (2, True): (Config(32, 32, 8, 2, 2, True, 8, 64, 256, 8, 1),),
         **FP32,
     },
     "sm_100": {
-        (2, False): (Config(64, 64, 8, 3, 2, True, 4, 64, 64, 8, 2),),
+        (2, False): (Config(32, 64, 8, 3, 2, True, 4, 64, 64, 8, 2),),
         (2, True): (Config(32, 64, 8, 2, 1, True, 8, 64, 64, 8, 2),),
         **FP32,
     },
+    # Without a copy engine and with products that start from registers, chunks of 32 are what spills nothing.
     "sm_80": {
-        (2, False): (Config(64, 32, 8, 2, 2, False, 8, 64, 64, 8, 1),),
-        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 64, 64, 8, 1),),
+        (2, False): (Config(32, 32, 8, 2, 2, False, 8, 32, 16, 8, 1),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 32, 16, 8, 1),),
         **FP32,
     },
     "gfx942": {
-        (2, False): (Config(64, 32, 4, 1, 1, False, 8, 64, 32, 8, 1),),
-        (2, True): (Config(32, 32, 4, 1, 1, False, 8, 64, 32, 4, 1),),
+        (2, False): (Config(32, 32, 4, 1, 1, False, 4, 64, 32, 4, 1),),
+        (2, True): (Config(32, 32, 4, 1, 1, False, 4, 64, 32, 4, 1),),
         **FP32,
     },
 }
@@ -155,10 +162,8 @@ class Plan:
 
 
 class Prepare:
-    """A, P and the factors of every chunk, by the forward's own kernels. All that is known here of how prep.py lays
-    them down; a chunk's tile of either lies APART tiles after the one before."""
-
-    APART = 1
+    """A, P and the factors of every chunk, by the forward's own kernels: all that is known here of how prep.py lays
+    them down."""
 
     def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
         (T, N, slots), (_, HV, K, V), C = sizes, shape, config.C
@@ -261,7 +266,7 @@ def make_plan(
     fine = torch.float32 if q.dtype == torch.float32 else torch.float16
     sizes = (T, N, slots)
     prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, fine, config)
-    scan = (*shape, C, KP, BV, VP, Prepare.APART, packed)
+    scan = (*shape, C, KP, BV, VP, packed)
     launches = {
         "states": Launch(
             states_kernel, N * HV * (VP // BV),
@@ -277,7 +282,7 @@ def make_plan(
         "gradients": Launch(
             gradients_kernel, slots * H * NK,
             (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
-             config.gradient_stages, _pair_sums(q)),
+             config.gradient_stages, _pair_sums(q), ANEW),
             num_warps=config.gradient_warps, num_stages=config.gradient_stages,
         ),
         "finish": Launch(
@@ -347,7 +352,7 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
         "HAS_G": True, "RAW_G": True, "HAS_BIAS": True, "HAS_BETA": True, "RAW_BETA": True, "LARGEST_BETA": 1.0,
     }  # fmt: skip
     scan = {
-        "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K, "APART": Prepare.APART,
+        "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K,
         "PACKED": True, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True, "V_FIRST": True, "NORM": True,
         "TMA": config.tma, **gates,
     }  # fmt: skip
@@ -361,9 +366,11 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     ]
     blocks = {
         **scan, "BK": config.BK, "BV": config.block, "KP": K, "STAGES": config.gradient_stages, "NORM": False,
-        "SUM": tl.float32 if dtype == "fp32" else tl.bfloat16,
+        "SUM": tl.float32 if dtype == "fp32" else tl.bfloat16, "ANEW": ANEW,
     }  # fmt: skip
-    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot}
+    # In chunks of 64 some ten registers of what all heads share lie in memory (many more before Triton 3.5), and are
+    # read once a head; shorter chunks spill nothing, but move twice the states.
+    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot and config.C < 64}
     name = f"{where}/BK{config.BK}/BV{config.block}"
     targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
     if not all_kernels:

@@ -1,0 +1,401 @@
+"""The fused Triton backward against float64 autograd of the token recurrence, interpreted where there is no GPU."""
+
+import helpers as h
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
+
+from test_kernels_forward import BOUNDS, DEVICE, GPU, HALF, Waits, among_nan, fits, for_this_card, on_gpu, to_device
+
+from gdn_ref.kernels import launch, launch_backward
+
+GRADIENTS = ("d_q", "d_k", "d_v", "d_g", "d_beta", "d_A_log", "d_dt_bias", "d_initial_state")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+CHECKED = BOUNDS | {torch.bfloat16: 2e-2, torch.float16: 2e-2}
+
+
+def backward(x, do, dstate, **options):
+    """{name: gradient} of the kernels, on the CPU, for a dict of inputs as helpers.make gives it."""
+    x = to_device(x)
+    scale = options.pop("scale", x["q"].shape[-1] ** -0.5)
+    do, dstate = (t if t is None else t.to(DEVICE) for t in (do, dstate))
+    found = launch_backward.chunk_backward(
+        x["q"], x["k"], x["v"], x["g"], x["beta"], scale, x.get("initial_state"), x.get("cu_seqlens"), do, dstate,
+        **options,
+    )  # fmt: skip
+    return {n: t.cpu() for n, t in zip(GRADIENTS, found, strict=True) if t is not None}
+
+
+def upstream(x):
+    """Gradients of o and of the final state, as an op hands them over: in v's dtype, and in float32."""
+    N = len(x["q"]) if x.get("cu_seqlens") is None else len(x["cu_seqlens"]) - 1
+    state = torch.empty(N, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3])
+    do, dstate = h.upstream(x["v"], state)
+    return do.to(x["v"].dtype), dstate.float()
+
+
+def check(x, bound=None, **options):
+    """Every gradient within the bound of the oracle's, per sequence and head, or as near as float32 comes."""
+    expected = h.reference(x)
+    found = backward(x, *upstream(x), **options)
+    for name, gradient in found.items():
+        assert gradient.dtype == x[name.removeprefix("d_")].dtype, name
+    if x["q"].dtype != torch.float32:
+        h.assert_close(found, {n: expected[n] for n in found}, bound or CHECKED[x["q"].dtype], x.get("cu_seqlens"))
+        return
+    moved = None
+    for name in found:
+        kind = h.kind_of(name)
+        error = h.relative_l2(found[name], expected[name], x.get("cu_seqlens"), kind=kind).nan_to_num(nan=float("inf"))
+        if (error > (bound or 1e-5)).any():  # sums that cancel: see helpers.check
+            moved = moved or h._rounding(x, expected, h.recurrence, {})
+            error = torch.where(moved[name] >= 2.5e-6, error / (6e5 * moved[name]), error)
+        assert (error <= (bound or 1e-5)).all(), f"{name}: {error.max():.1e}"
+
+
+# ---------------------------------------------------------------- values
+
+SHAPES = h.pairwise(
+    T=[1, 2, 16, 33, 64, 70],
+    heads=[(1, 1), (1, 3), (2, 2)],
+    KV=[(16, 16), (24, 60), (1, 8), (33, 1)],
+    keys=h.KEYS,
+    dtype=["fp32", "half"],
+)
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=h.case_id)
+def test_shapes(row):
+    (H, HV), (K, V) = row["heads"], row["KV"]
+    dtype = torch.float32 if row["dtype"] == "fp32" else HALF
+    check(h.make(row["T"], H, HV, K, V, keys=row["keys"], decays="ordinary", dtype=dtype))
+
+
+@pytest.mark.parametrize("decays", h.DECAYS)
+@DTYPES
+def test_decays(decays, dtype):
+    """dg, too, however fast tokens decay: only pairs of tokens that lie on both sides of a token are added up."""
+    x = h.make(40 if dtype == torch.float32 else 100, 1, 2, 16, 16, keys="correlated", decays=decays, dtype=dtype)
+    x |= {n: x[n].float() for n in ("g", "beta")}  # whose gradients float16 may not hold, nor that of a state
+    check(h.without(x, "initial_state") | {"initial_state": None} if dtype == torch.float16 else x)
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0, 16.0])
+def test_dg_under_strong_decay(rate):
+    """A up to 16: within 2e-2 of float64 in 16 bits, where sums of rows less sums of columns are all rounding."""
+    x = h.make(130, 1, 1, 32, 32, decays="none", dtype=HALF)
+    gen = h.rng("rate", rate)
+    x["g"] = -rate * torch.nn.functional.softplus(h.randn(gen, 1, 130, 1)).float()
+    check(x | {"initial_state": x["initial_state"].float() if GPU else None}, bound=2e-2)
+
+
+@pytest.mark.parametrize("K, V", [(128, 128), (256, 16), (16, 256), (192, 100)])
+@DTYPES
+def test_wide_heads(K, V, dtype):
+    check(h.make(20, 1, 1, K, V, keys="correlated", dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e4])
+def test_gradients_of_any_size(size):
+    """Losses that are means have gradients that float16 would not hold: their size is taken out on the way."""
+    dtype = torch.bfloat16 if GPU else torch.float32
+    x = h.make(70, 1, 2, 32, 16, dtype=dtype)
+    do, dstate = upstream(x)
+    one, other = backward(x, do, dstate), backward(x, do * size, dstate * size)
+    h.assert_close(
+        {n: t / size for n, t in other.items()}, {n: t.double() for n, t in one.items()}, 2e-2 if GPU else 1e-5
+    )
+
+
+def test_batches():
+    check(h.make(33, 1, 2, 16, 20, B=3, decays="slow"))
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+@pytest.mark.parametrize("lengths", [[40, 1, 0, 33], [0, 0, 5], [1] * 5, [32, 64]], ids=str)
+@DTYPES
+def test_packed(lengths, dtype):
+    check(h.make(H=1, HV=2, K=16, V=24, lengths=lengths, dtype=dtype))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_tokens_of_no_sequence_get_zero(index):
+    x = h.make(100, 1, 2, 16, 24, state=False)
+    for name in h.TOKEN_INPUTS:
+        x[name][:, 60:] = float("nan")
+    do, _ = upstream(x)
+    do[:, 60:] = float("nan")
+    cu = torch.tensor([0, 25, 60], dtype=index)
+    found = backward(x | {"cu_seqlens": cu}, do, None)
+    assert all((t[:, 60:] == 0).all() for t in found.values())
+    within = {n: t[:, :60] for n, t in x.items() if t is not None}
+    alone = backward(within | {"cu_seqlens": cu}, do[:, :60].contiguous(), None)
+    assert all(torch.equal(found[n][:, :60], alone[n]) for n in alone)
+
+
+def test_S09_more_than_65535_sequences_lie_on_the_first_axis_of_the_grid(monkeypatch):
+    grids = []
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: grids.append(self.grid))
+    x, N = h.make(1, 1, 1, 16, 16, state=False), 70_000
+    backward(x | {"cu_seqlens": torch.zeros(N + 1, dtype=torch.int32)}, x["v"], None)
+    assert len(grids) >= 6 and all(grid[1:] == (1, 1) for grid in grids)
+    assert sum(grid[0] >= N for grid in grids) >= 6
+
+
+@pytest.mark.parametrize("T, lengths", [(0, None), (0, [0, 0])])
+def test_nothing_to_do(T, lengths):
+    x = h.make(T, 1, 2, 16, 24)
+    if lengths:
+        x |= {"cu_seqlens": h.offsets(lengths), "initial_state": x["initial_state"].repeat(2, 1, 1, 1)}
+    do, dstate = upstream(x)
+    found = backward(x, do, dstate)
+    assert torch.equal(found["d_initial_state"], dstate)
+    assert all(found[n].shape == x[n[2:]].shape for n in found)
+
+
+# ---------------------------------------------------------------- gates, norm, states, layouts
+
+
+@pytest.mark.parametrize("allow_neg_eigval, bias, K, dtype", [
+    (False, True, 24, torch.float32), (True, False, 24, torch.float32), (False, True, 70, HALF),
+])  # fmt: skip
+def test_raw_gates_and_norm(allow_neg_eigval, bias, K, dtype):
+    x = h.make(40, 1, 3, K, 16, dtype=dtype)
+    gen = h.rng("raw gates", bias)
+    raw = {"a": h.randn(gen, 1, 40, 3) * 2, "b": h.randn(gen, 1, 40, 3) * 2, "A_log": h.randn(gen, 3)}
+    raw |= {"dt_bias": h.randn(gen, 3)} if bias else {}
+    raw = {n: t.float() for n, t in raw.items()}
+    x["q"], x["k"] = x["q"] * 3, x["k"] * 0.2
+
+    def oracle(q, k, v, a, b, A_log, initial_state, dt_bias=torch.zeros(3)):  # noqa: B008
+        g, beta = h.gates(a, b, A_log, dt_bias, 2.0 if allow_neg_eigval else 1.0)
+        return h.recurrence(h.l2norm(q), h.l2norm(k), v, g, beta, scale=K**-0.5, initial_state=initial_state)
+
+    expected = h.reference(h.without(x, "g", "beta") | raw, oracle)
+    found = backward(
+        x | {"g": raw["a"], "beta": raw["b"]}, *upstream(x), use_qk_l2norm=True, beta_is_raw=True,
+        allow_neg_eigval=allow_neg_eigval, A_log=raw["A_log"].to(DEVICE),
+        dt_bias=raw["dt_bias"].to(DEVICE) if bias else None,
+    )  # fmt: skip
+    found = {{"d_g": "d_a", "d_beta": "d_b"}.get(n, n): t for n, t in found.items()}
+    h.assert_close(found, {n: expected[n] for n in found}, CHECKED[dtype])
+
+
+@pytest.mark.parametrize("a, A_log", [(-200.0, 100.0), (0.0, 100.0), (-30.0, 0.0), (200.0, 0.0)])
+def test_extreme_raw_gates_stay_finite(a, A_log):
+    x = h.make(40, 1, 1, 16, 16)
+    x["g"] = torch.full((1, 40, 1), a)
+    found = backward(x, *upstream(x), A_log=torch.tensor([A_log]).to(DEVICE))
+    assert all(t.isfinite().all() for t in found.values())
+
+
+def test_gates_left_out():
+    x = h.make(40, 1, 2, 16, 24, keys="correlated")
+    for name, value in (("g", 0.0), ("beta", 1.0)):
+        given, left_out = (backward(x | {name: v}, *upstream(x)) for v in (torch.full_like(x[name], value), None))
+        assert set(given) - set(left_out) == {"d_" + name}
+        assert all(torch.equal(given[n], t) for n, t in left_out.items())
+
+
+@pytest.mark.parametrize("lengths", [None, [18, 0, 5]], ids=["plain", "packed"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_in_either_layout(state_dtype, lengths):
+    x = h.make(23, 1, 2, 24, 40, lengths=lengths, decays="slow")
+    x["initial_state"] = x["initial_state"].to(state_dtype)
+    do, dstate = upstream(x)
+    one = backward(x, do, dstate)
+    v_first = x | {"initial_state": x["initial_state"].mT}  # a view: its strides are those of the other layout
+    other = backward(v_first, do, dstate.mT, state_v_first=True)
+    other["d_initial_state"] = other["d_initial_state"].mT
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    if state_dtype == torch.float32:
+        check(x)
+
+
+def test_missing_gradients_are_zero():
+    x = h.make(40, 1, 2, 16, 24)
+    do, dstate = upstream(x)
+    whole = {n: t.double() for n, t in backward(x, do, dstate).items()}
+    parts = [backward(x, do, None), backward(x, None, dstate)]
+    h.assert_close({n: parts[0][n] + parts[1][n] for n in whole}, whole)
+
+
+@pytest.mark.parametrize("axes", ["heads_first", "transposed", "every_other_token", "expanded"])
+def test_any_strides(axes):
+    x = h.make(40, 1, 2, 16, 24, B=2, dtype=HALF)
+    change = {
+        "heads_first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": lambda t: t.mT.contiguous().mT,
+        "every_other_token": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+        "expanded": lambda t: t,
+    }[axes]
+    do, dstate = upstream(x)
+    if axes == "expanded":
+        do, dstate = do[:1, :1].expand_as(do), dstate[:, :1].expand_as(dstate)
+    expected = backward(x, do.contiguous(), dstate.contiguous())
+    found = backward(x | {n: change(x[n]) for n in h.TOKEN_INPUTS}, change(do), dstate)
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_mixed_dtypes():
+    x = h.make(40, 1, 2, 16, 24)
+    x |= {n: x[n].to(HALF) for n in ("q", "k", "beta")}
+    expected, found = h.reference(x), backward(x, *upstream(x))
+    assert all(found[n].dtype == x[n[2:]].dtype for n in found)
+    exact = ("d_v", "d_g", "d_initial_state")
+    h.assert_close({n: found[n] for n in exact}, {n: expected[n] for n in exact}, 2e-5)
+    h.assert_close(found, {n: expected[n] for n in found}, 1e-2)
+
+
+# ---------------------------------------------------------------- exact zeros, and what must not matter
+
+
+@DTYPES
+def test_no_gradient_against_time(dtype):
+    """Outputs before token t say nothing about what comes at it or after; and a first token decays nothing."""
+    x, t = h.make(70, 1, 2, 16, 24, state=False, dtype=dtype), 37
+    do, _ = upstream(x)
+    do[:, t:] = 0
+    found = backward(x, do, None)
+    assert all((d[:, t:] == 0).all() for d in found.values())
+    assert (found["d_g"][:, 0] == 0).all()
+    assert (backward(x, *upstream(x))["d_g"][:, 0] == 0).all()
+
+
+@DTYPES
+def test_resets_and_no_writes(dtype):
+    """g = -inf and beta = 0: the gradient of the reset is 0, that of the strength is not, and nothing is NaN."""
+    x = h.make(60, 1, 2, 16, 24, dtype=dtype)
+    x["g"][:, 10::20], x["beta"][:, ::7] = float("-inf"), 0
+    found = backward(x, *upstream(x))
+    assert (found["d_g"][:, 10::20] == 0).all()
+    wide = x | {"g": x["g"].clamp_min(-1e4)}  # the oracle's derivative of -inf is NaN
+    expected = h.reference(wide)
+    h.assert_close(found, {n: expected[n] for n in found}, CHECKED[dtype] * 2)
+
+
+def test_batch_mates_and_packed_mates_do_not_matter():
+    """Bitwise; also where a mate is nothing but NaN, upstream too."""
+    x = h.make(50, 1, 2, 16, 24, B=3, dtype=HALF)
+    do, dstate = upstream(x)
+    mates = {n: t.clone() for n, t in x.items()}
+    for t in (*mates.values(), do, dstate):
+        t[1] = float("nan")
+    found = backward(mates, do, dstate)
+    for b in (0, 2):
+        alone = backward({n: t[b : b + 1] for n, t in x.items()}, do[b : b + 1], dstate[b : b + 1])
+        assert all(torch.equal(found[n][b], alone[n][0]) for n in alone)
+    packed = {n: t.flatten(0, 1)[None] if n in h.TOKEN_INPUTS else t for n, t in mates.items()}
+    packed["cu_seqlens"] = h.offsets([50, 50, 50])
+    again = backward(packed, do.flatten(0, 1)[None], dstate)
+    assert all(torch.equal(again[n].view(found[n].shape)[::2], found[n][::2]) for n in found)
+
+
+@pytest.mark.parametrize("lengths", [None, [17, 0, 23]], ids=["plain", "packed"])
+@pytest.mark.parametrize("K, V", [(24, 20), (128, 128)])
+def test_nothing_is_read_around_the_inputs(lengths, K, V):
+    x = h.make(40, 1, 1, K, V, lengths=lengths, dtype=HALF)
+    do, dstate = upstream(x)
+    nan = {n: among_nan(t.to(DEVICE)) if n != "cu_seqlens" else t for n, t in x.items()}
+    found = backward(nan, among_nan(do.to(DEVICE)), among_nan(dstate.to(DEVICE)))
+    assert all(torch.equal(t, found[n]) for n, t in backward(x, do, dstate).items())
+
+
+def test_repeats_bitwise():
+    x = h.make(H=2, HV=4, K=32, V=32, lengths=[60, 30], dtype=HALF)
+    first, *others = (backward(x, *upstream(x)) for _ in range(3))
+    assert all(torch.equal(first[n], other[n]) for other in others for n in first)
+
+
+# ---------------------------------------------------------------- every configuration
+
+
+def every_config():
+    """(bytes an element, K, configuration) of all that the tables hold, each once."""
+    seen = set()
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "some other card"):
+        for itemsize in (2, 4):
+            for K in (64, 256):
+                for c in launch_backward.configs_for(arch, itemsize, K):
+                    if (itemsize, K, c) not in seen:
+                        seen.add((itemsize, K, c))
+                        name = f"{arch}-{itemsize}-K{K}-BV{c.BV}-BK{c.BK}".replace(" ", "_")
+                        yield pytest.param(itemsize, K, c, id=name)
+
+
+@pytest.mark.parametrize("itemsize, K, config", list(every_config()))
+@pytest.mark.parametrize("lengths", [None, [45, 0, 1, 34]], ids=["plain", "packed"])
+def test_H02_every_configuration_forced(itemsize, K, config, lengths):
+    """Miscompiles have come at one tile width only, so the winner alone proves nothing."""
+    dtype = HALF if itemsize == 2 else torch.float32
+    T = 80 if not GPU else 400
+    lengths = lengths and [n * T // 80 for n in lengths]
+    x = h.make(T, 1, 2 if GPU else 1, K, 80, keys="correlated", decays="slow", lengths=lengths, dtype=dtype)
+    with fits(config):
+        check(x, bound=2e-2 if itemsize == 2 else 5e-5, config=for_this_card(config))
+
+
+def test_H04_unknown_cards_get_safe_configurations():
+    for name in ("sm_75", "sm_89", "sm_120", "gfx90a", "gfx1100"):
+        for itemsize in (2, 4):
+            for K in (1, 128, 256):
+                found = launch_backward.configs_for(name, itemsize, K)
+                assert found and not any(c.tma for c in found)
+
+
+# ---------------------------------------------------------------- what a call costs
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 1, 63]], ids=["plain", "packed"])
+def test_C03_a_call_waits_for_nothing(lengths, monkeypatch):
+    x = to_device(h.make(134, 1, 2, 16, 16, lengths=lengths))
+    do, dstate = (t.to(DEVICE) for t in upstream(x))
+    launched = []
+    if GPU:
+        backward(x, do, dstate)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch_backward.chunk_backward(
+                *(x[n] for n in h.TOKEN_INPUTS), 0.25, x["initial_state"], x.get("cu_seqlens"), do, dstate
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: launched.append(self))
+    with Waits() as seen:
+        backward(x, do, dstate)
+    assert not seen.found and len(launched) == 6  # decays, A and P; states; adjoints; gradients; gates
+
+
+def test_plans_are_kept():
+    x = to_device(h.make(40, 1, 2, 16, 16))
+    backward(x, *upstream(x))
+    before = len(launch_backward._plans)
+    backward({n: t.clone() for n, t in x.items()}, *upstream(x))
+    assert len(launch_backward._plans) == before
+
+
+@on_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_captured_in_a_graph(packed):
+    x = to_device(h.make(300, 1, 2, 64, 64, lengths=[100, 200] if packed else None, dtype=HALF))
+    do, dstate = (t.to(DEVICE) for t in upstream(x))
+    call = lambda: launch_backward.chunk_backward(  # noqa: E731
+        *(x[n] for n in h.TOKEN_INPUTS), 0.125, x["initial_state"], x.get("cu_seqlens"), do, dstate
+    )
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    other = h.make(300, 1, 2, 64, 64, lengths=[299, 1] if packed else None, dtype=HALF, label=("replay",))
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            x[name].copy_(t)
+    graph.replay()
+    expected = h.reference(other)
+    found = {n: t.cpu() for n, t in zip(GRADIENTS, found, strict=True) if t is not None}
+    h.assert_close(found, {n: expected[n] for n in found}, 2e-2, other.get("cu_seqlens"))
