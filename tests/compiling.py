@@ -41,11 +41,12 @@ CARDS = {
 # Four registers kept in memory once, outside of every loop, cost nothing that could be measured.
 TOLERATED_SPILLS = 16
 # What the oldest Triton leaves, in bytes a thread, where the later ones spill nothing: whoever has such a card had
-# better take one of those. (architecture, name): most bytes.
+# better take one of those. Patterns of architecture and name: most bytes.
 SPILLS_BEFORE_3_5 = {
-    ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): 128,  # in the loop over earlier segments
-    ("gfx942", "scan/bf16/K128/C64/BV32/packed"): 32,
-    ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): 32,
+    "sm_80 scan/bf16/K128/*/segmented": 128,  # in the loop over earlier segments
+    "gfx942 scan/bf16/K128/*": 32,
+    "sm_90 adjoints/bf16/K128/*": 448,
+    "sm_[89]0 gradients/bf16/*": 352,  # that Triton cannot be told to leave products in their loop
 }
 
 
@@ -164,7 +165,9 @@ def known_spills(row):
     import triton
 
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5)
-    return SPILLS_BEFORE_3_5.get((row.arch, row.name), 0) if old else 0
+    name = f"{row.arch} {row.name}"
+    known = [most for pattern, most in SPILLS_BEFORE_3_5.items() if fnmatch.fnmatchcase(name, pattern)]
+    return max(known, default=0) if old else 0
 
 
 def harmless(row, made):
