@@ -14,8 +14,9 @@ normalised, S the state before a chunk, E its errors and dS' the adjoint of the 
 A token's decay multiplies what is written before it and read at it or after. So dg_t sums over pairs j < t <= i, and
 nothing else: X_ij = beta_j (scale q_i.k_j F_ij - k_i.k_j J_ij) inside the chunk; y_i = gamma_i (scale q_i.(do S^T)_i -
 k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E dS'^T)_j to the state after it, over
-j < t; gamma_C <S, dS'> past the chunk altogether. Sums of rows minus sums of columns give the same in fewer steps, but
-their difference keeps no digit where tokens decay fast.
+j < t; gamma_C <S, dS'> past the chunk altogether. The pairs of X are had as sums of its rows less sums of its columns,
+from i and j = t on. That keeps its digits since both are sums of the very same float32 numbers, and since the diagonal
+is left out: a query's own key is across nothing, and outweighs all the rest where tokens decay fast.
 
 Nothing is added up across programs, and no sum depends on who comes first.
 """
@@ -42,6 +43,16 @@ def tokens_of_none(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr
         if slot >= first_slot(cu_seqlens, N, C):
             found = (token + i >= tl.load(cu_seqlens + N).to(tl.int64)) & (token + i < T)
     return token, found
+
+
+@triton.jit
+def sized(x, y):
+    """Rows of x [M, N] in the dtype of y, which they meet in a product, and what was taken out of them, [M]: float16
+    holds no numbers of any size, the others do."""
+    top = tl.full([x.shape[0]], 1.0, tl.float32)
+    if y.dtype == tl.float16:
+        x, top = unscaled(x)
+    return x.to(y.dtype), top
 
 
 @triton.jit
@@ -114,8 +125,8 @@ def states_kernel(
         # compute and store
         write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
         U = tl.dot(b_S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-        W, top = unscaled(tl.trans(b_v).to(tl.float32) - read[None, :] * U)  # (5.4)
-        b_E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
+        W, top = sized(tl.trans(b_v).to(tl.float32) - read[None, :] * U, b_A)  # (5.4)
+        b_E = tl.dot(W, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
         b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
         write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
 
@@ -143,10 +154,10 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
     b_do = tl.trans(b_do).to(tl.float32)
     X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
     dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")
-    b_dP, top = unscaled(b_do * score[None, :])
-    X += tl.dot(b_dP.to(b_P.dtype), b_P, input_precision="ieee") * top[:, None]
-    X, top = unscaled(X)
-    dv = tl.dot(X.to(b_A.dtype), b_A, input_precision="ieee") * top[:, None]
+    b_dP, top = sized(b_do * score[None, :], b_P)
+    X += tl.dot(b_dP, b_P, input_precision="ieee") * top[:, None]
+    X, top = sized(X, b_A)
+    dv = tl.dot(X, b_A, input_precision="ieee") * top[:, None]
     return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
 
 
@@ -219,18 +230,6 @@ def adjoints_kernel(
 
 
 @triton.jit
-def across(X, zero, C: tl.constexpr, SUM: tl.constexpr):
-    """Sums over the pairs j < t <= i of X, [C, C] and another one below it: [C], one a token t. zero: see inside.
-
-    First over j, as a product with a triangle of ones, so that the tile stays in registers; then over i.
-    """
-    j, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    before = tl.dot(X.to(SUM), tl.where(j < t, 1.0, 0.0).to(SUM), input_precision="ieee")
-    i = (tl.arange(0, 2 * C) % C)[:, None] + zero
-    return tl.sum(tl.where(i >= t, before, 0.0), 0)
-
-
-@triton.jit
 def decay_pair(p_factors, zero, C: tl.constexpr, EXACT: tl.constexpr):
     """Gamma_ij and below it the same without its diagonal, [2C, C]   (7.1)
 
@@ -272,16 +271,20 @@ def inside(
     SUM: tl.constexpr,
 ):  # fmt: skip
     """What pairs of tokens of the chunk do to each other: written + (scale F over -J) diag(beta), with lengths of 1 for
-    what multiplies it. Stores X across tokens, and k.(scale F^T Q - J^T K)."""
-    i = tl.arange(0, C)
+    what multiplies it. Stores the sums of X off its diagonal: of columns before beta, of rows after it; and the
+    diagonal."""
+    pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
     weight, length_k = lengths_of(p_lengths, scale, C, NORM)
     beta = tl.load(p_factors + BETA * C + i) * length_k
     FJ *= decay_pair(p_factors, zero, C, SUM == tl.float32) * weight[:, None]
     # Q K^T, and K K^T below it: made anew for every head, which costs less than the registers would.
     X = tl.dot(b_qk, tl.trans(b_k), acc=tl.zeros([2 * C, C], tl.float32) + zero, input_precision="ieee") * FJ
     written += FJ * beta[None, :]
-    tl.store(p_sums + 3 * C + i, tl.sum(X, 0))
-    tl.store(p_sums + i, across(X * beta[None, :], zero, C, SUM))
+    itself = i[None, :] == pair[:, None] + zero  # a query and its own key
+    tl.store(p_sums + 5 * C + pair, tl.sum(tl.where(itself, X, 0.0), 1), mask=pair < C)
+    X = tl.where(itself, 0.0, X)
+    tl.store(p_sums + 4 * C + i, tl.sum(X, 0))
+    tl.store(p_sums + 2 * C + pair, tl.sum(X * beta[None, :], 1))
     return written
 
 
@@ -334,7 +337,7 @@ def one_block(
     # compute; each sum over V is done with before the next begins, so that one at a time takes registers
     last = iv == NV - 1
     p_factors = factors + unit * (FACTORS * C)
-    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + W)
+    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (7 * C + W)
     # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them, and
     # fill the registers.
     zero = tl.where(r + slots < 0, 1, 0)
@@ -344,18 +347,18 @@ def one_block(
         ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
     if last:
         diagonal = (w[:, None] == w[None, :] + zero) & (w < W)[:, None]
-        tl.store(p_sums + 5 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
+        tl.store(p_sums + 7 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
         ends = tl.zeros([W, W], tl.float32)
     c = tl.dot(tl.trans(b_dS), tl.trans(b_E), acc=c, input_precision="ieee")
     if last:  # E dS'^T, transposed: what the state after the chunk asks of its keys
-        tl.store(p_sums + 4 * C + i, tl.sum(c * tl.trans(b_k), 0))
+        tl.store(p_sums + 6 * C + i, tl.sum(c * tl.trans(b_k), 0))
         sum_c += c * tl.load(p_factors + WRITE * C + i)[None, :]
         c = tl.zeros([BK, C], tl.float32)
     xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
     if last:  # do S^T over dv S^T: what q and k read of the state before it
         read = tl.load(p_factors + tl.where(pair < C, QUERY * C, READ * C - C) + pair)
         xa *= tl.where(pair < C, read, -read)[:, None]
-        tl.store(p_sums + C + pair, tl.sum(xa * b_qk, 1))  # y
+        tl.store(p_sums + pair, tl.sum(xa * b_qk, 1))  # y
         sum_xa += xa
         xa = tl.zeros([2 * C, BK], tl.float32)
     FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
@@ -376,7 +379,7 @@ def gradients_kernel(
     """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
 
     What concerns do and what concerns dv is the same work: they lie in one tile [2C, BV], the one below the other, as q
-    and k, F and J, x and a do. Writes dq and dk [.., H, K], and sums [NK, HV, slots, 5 C + W], which finish_kernel
+    and k, F and J, x and a do. Writes dq and dk [.., H, K], and sums [NK, HV, slots, 7 C + W], which finish_kernel
     needs: X across tokens; y in two halves; k.c in two parts; the diagonal of S dS'^T. ANEW, for Tritons that know it,
     keeps what is the same for all heads out of registers.
     """
@@ -461,32 +464,43 @@ def finish_kernel(
         token, written = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
 
     # load
-    across, y, d_beta = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    y, rows, columns = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    d_beta = tl.zeros([C], tl.float32)
     to_end, from_last, ends = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([W], tl.float32)
     after = valid & (i > 0)
     for block in range(NK):
-        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (5 * C + W)
-        across += tl.load(p_sums + i, mask=valid, other=0.0)
-        y += tl.load(p_sums + C + i, mask=valid, other=0.0) + tl.load(p_sums + 2 * C + i, mask=valid, other=0.0)
-        d_beta += tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
-        to_end += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
-        from_last += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
-        ends += tl.load(p_sums + 5 * C + w, mask=w < left * W, other=0.0)
+        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (7 * C + W)
+        y += tl.load(p_sums + i, mask=valid, other=0.0) + tl.load(p_sums + C + i, mask=valid, other=0.0)
+        rows += tl.load(p_sums + 2 * C + i, mask=valid, other=0.0) + tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
+        columns += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
+        d_beta += tl.load(p_sums + 5 * C + i, mask=valid, other=0.0)
+        to_end += tl.load(p_sums + 6 * C + i, mask=valid, other=0.0)
+        from_last += tl.load(p_sums + 6 * C + i - 1, mask=after, other=0.0)  # of the token before
+        ends += tl.load(p_sums + 7 * C + w, mask=w < left * W, other=0.0)
     p_factors = factors + (h.to(tl.int64) * slots + slot) * (FACTORS * C)
     b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
     beta_last = tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
     end = tl.load(p_factors + END * C, mask=left > 0, other=0.0)
 
+    d_beta += columns
+    columns *= b_beta
     if NORM:
         p_lengths = lengths + ((h // (HV // H)).to(tl.int64) * slots + slot) * (2 * C) + C + i
         length_k = tl.load(p_lengths, mask=valid, other=0.0)
         d_beta *= length_k
+        columns *= length_k
         to_end *= length_k
         from_last *= tl.load(p_lengths - 1, mask=after, other=0.0)
 
     # compute and store
     z = beta_last * late(p_factors, i - 1, after, left, C) * from_last
-    d_g = across + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end
+    # Across a chunk's first token lies no pair, and nothing passes a token that decays to 0: no rounding may stay there.
+    p_decays = p_factors + WHOLE * C + i
+    whole = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
+    p_decays += (REST - WHOLE) * C
+    rest = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
+    pairs = tl.where(after & (power(whole, rest) > 0), tl.cumsum(rows - columns, 0, reverse=True), 0.0)
+    d_g = pairs + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end
     d_beta += late(p_factors, i, valid, left, C) * to_end
     at = (token + i) * HV + h
     if RAW_G:  # g = -exp(A_log) softplus(a), so that dg/dA_log = g and dg/da = g sigmoid(a) / softplus(a)   (7.6)

@@ -163,7 +163,8 @@ class Plan:
 
 class Prepare:
     """A, P and the factors of every chunk, by the forward's own kernels: all that is known here of how prep.py lays
-    them down."""
+    them down. A and P are in the dtype of the products: gradients need not be as fine as the forward, which has float16
+    for bfloat16, and float16 would ask for the size to be taken out of all that meets it."""
 
     def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
         (T, N, slots), (_, HV, K, V), C = sizes, shape, config.C
@@ -263,9 +264,8 @@ def make_plan(
         g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
         2.0 if allow_neg_eigval else 1.0,
     )  # fmt: skip
-    fine = torch.float32 if q.dtype == torch.float32 else torch.float16
     sizes = (T, N, slots)
-    prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, fine, config)
+    prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, q.dtype, config)
     scan = (*shape, C, KP, BV, VP, packed)
     launches = {
         "states": Launch(
@@ -307,7 +307,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config)
         "dS": ((HV, slots, VP, KP), q.dtype),
         "E": ((HV, slots, C, VP), q.dtype),
         "lengths": ((H, slots, 2, C), single),
-        "sums": ((NK, HV, slots, 5 * C + min(config.BK, config.block)), single),
+        "sums": ((NK, HV, slots, 7 * C + min(config.BK, config.block)), single),
         "dq": (q.shape, q.dtype),
         "dk": (k.shape, q.dtype),
         "dv": (v.shape, v.dtype),
@@ -385,11 +385,10 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
 
 
 def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "P", "S", "E", "dS")
+    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "A", "P", "S", "E", "dS")
     singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
     known |= {x: "*fp32" for x in (*singles, "dg", "dbeta", "share")}
-    known["A"] = "*fp32" if dtype == "fp32" else "*fp16"
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))

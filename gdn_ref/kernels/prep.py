@@ -178,5 +178,6 @@ def prepare_kernel(
     b_N = b_KK * Gamma  # (5.2)
     if NORM:
         b_N *= length_k[:, None]
-    b_A = invert_unit_lower(b_N.to(tiles.dtype.element_ty), C, tiles.dtype.element_ty)  # (5.2)
+    FINE: tl.constexpr = tl.float32 if tiles.dtype.element_ty == tl.float32 else tl.float16
+    b_A = invert_unit_lower(b_N.to(FINE), C, FINE)  # (5.2)
     tl.store(tiles + base * (C * C) + tile, b_A.to(tiles.dtype.element_ty))
