@@ -268,7 +268,7 @@ def lengths_of(p_lengths, scale, C: tl.constexpr, NORM: tl.constexpr):
 @triton.jit
 def inside(
     FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C: tl.constexpr, NORM: tl.constexpr,
-    SUM: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """What pairs of tokens of the chunk do to each other: written + (scale F over -J) diag(beta), with lengths of 1 for
     what multiplies it. Stores the sums of X off its diagonal: of columns before beta, of rows after it; and the
@@ -276,7 +276,7 @@ def inside(
     pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
     weight, length_k = lengths_of(p_lengths, scale, C, NORM)
     beta = tl.load(p_factors + BETA * C + i) * length_k
-    FJ *= decay_pair(p_factors, zero, C, SUM == tl.float32) * weight[:, None]
+    FJ *= decay_pair(p_factors, zero, C, EXACT) * weight[:, None]
     # Q K^T, and K K^T below it: made anew for every head, which costs less than the registers would.
     X = tl.dot(b_qk, tl.trans(b_k), acc=tl.zeros([2 * C, C], tl.float32) + zero, input_precision="ieee") * FJ
     written += FJ * beta[None, :]
@@ -314,7 +314,7 @@ def no_gradients(
 def one_block(
     r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot, slots, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, SUM: tl.constexpr,
+    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """BV columns of V of one value head of gradients_kernel, and with its last columns what is made of its sums.
 
@@ -363,7 +363,7 @@ def one_block(
         xa = tl.zeros([2 * C, BK], tl.float32)
     FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
     if last:
-        written = inside(FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C, NORM, SUM)
+        written = inside(FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C, NORM, EXACT)
         FJ = tl.zeros([2 * C, C], tl.float32)
     return sum_xa, sum_c, written, FJ, xa, c, ends
 
@@ -374,7 +374,7 @@ def gradients_kernel(
     T, N, slots, scale, q_stride, k_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, SUM: tl.constexpr, ANEW: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ANEW: tl.constexpr,
 ):  # fmt: skip
     """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
 
@@ -415,13 +415,13 @@ def gradients_kernel(
         for r in tl.range(0, (HV // H) * NV, num_stages=STAGES, disable_licm=True):
             carried = one_block(
                 r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
-                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, SUM,
+                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
             )  # fmt: skip
     else:
         for r in tl.range(0, (HV // H) * NV, num_stages=STAGES):
             carried = one_block(
                 r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
-                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, SUM,
+                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
             )  # fmt: skip
     sum_xa, sum_c, written = carried[0], carried[1], carried[2]
     # The heads share q and k: F and J are multiplied with them once, after having been added up.
@@ -494,7 +494,7 @@ def finish_kernel(
 
     # compute and store
     z = beta_last * late(p_factors, i - 1, after, left, C) * from_last
-    # Across a chunk's first token lies no pair, and nothing passes a token that decays to 0: no rounding may stay there.
+    # Across a chunk's first token lies no pair, and nothing passes a token that decays to 0: no rounding there.
     p_decays = p_factors + WHOLE * C + i
     whole = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
     p_decays += (REST - WHOLE) * C

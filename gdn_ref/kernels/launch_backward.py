@@ -282,7 +282,7 @@ def make_plan(
         "gradients": Launch(
             gradients_kernel, slots * H * NK,
             (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
-             config.gradient_stages, _pair_sums(q), ANEW),
+             config.gradient_stages, q.dtype == torch.float32, ANEW),
             num_warps=config.gradient_warps, num_stages=config.gradient_stages,
         ),
         "finish": Launch(
@@ -316,12 +316,6 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config)
         **({} if beta is None else {"dbeta": (beta.shape, beta.dtype)}),
         **({} if A_log is None else {"share": (g.shape, single)}),
     }
-
-
-def _pair_sums(q: Tensor):
-    """In which dtype pairs of tokens are added up: bfloat16 wherever a tensor core does it, float16 inputs too, since
-    what fast decays leave of a pair may lie below its smallest number."""
-    return tl.float32 if q.dtype == torch.float32 or q.device.type == "cpu" else tl.bfloat16
 
 
 def _strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
@@ -366,7 +360,7 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     ]
     blocks = {
         **scan, "BK": config.BK, "BV": config.block, "KP": K, "STAGES": config.gradient_stages, "NORM": False,
-        "SUM": tl.float32 if dtype == "fp32" else tl.bfloat16, "ANEW": ANEW,
+        "EXACT": dtype == "fp32", "ANEW": ANEW,
     }  # fmt: skip
     # In chunks of 64 some ten registers of what all heads share lie in memory (many more before Triton 3.5), and are
     # read once a head; shorter chunks spill nothing, but move twice the states.
