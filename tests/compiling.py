@@ -40,13 +40,23 @@ CARDS = {
 
 # Four registers kept in memory once, outside of every loop, cost nothing that could be measured.
 TOLERATED_SPILLS = 16
-# What the oldest Triton leaves, in bytes a thread, where the later ones spill nothing: whoever has such a card had
-# better take one of those. Patterns of architecture and name: most bytes.
-SPILLS_BEFORE_3_5 = {
-    "sm_80 scan/bf16/K128/*/segmented": 128,  # in the loop over earlier segments
-    "gfx942 scan/bf16/K128/*": 32,
-    "sm_90 adjoints/bf16/K128/*": 448,
-    "sm_[89]0 gradients/bf16/*": 352,  # that Triton cannot be told to leave products in their loop
+# What a release leaves, in bytes a thread, where another spills nothing. In the segmented scan it is the loop over
+# earlier segments, one turn a segment. {(architecture, name): {release: most bytes}}.
+KNOWN_SPILLS = {
+    ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 256, "3.9": 16},
+    ("sm_90", "scan/bf16/K128/C64/BV64/segmented"): {"3.4": 8, "3.9": 160},
+    ("gfx942", "scan/bf16/K128/C64/BV32/packed"): {"3.4": 32},
+    ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 32},
+    # That release cannot be told to leave products of q and k in the loop over heads.
+    **{
+        (arch, f"gradients/bf16/{block}/{how}"): {"3.4": 128}
+        for arch, block in (
+            ("sm_80", "K128/C32/BK32/BV16"),
+            ("sm_80", "K256/C32/BK32/BV16"),
+            ("sm_90", "K256/C32/BK64/BV256"),
+        )
+        for how in ("packed", "norm")
+    },
 }
 
 
@@ -161,13 +171,11 @@ def source(target):
 
 
 def known_spills(row):
-    """Bytes that a kernel is known to spill under this Triton, if it is an old one."""
+    """Bytes that a kernel is known to spill under this release of Triton."""
     import triton
 
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 5)
-    name = f"{row.arch} {row.name}"
-    known = [most for pattern, most in SPILLS_BEFORE_3_5.items() if fnmatch.fnmatchcase(name, pattern)]
-    return max(known, default=0) if old else 0
+    release = ".".join(triton.__version__.split(".")[:2])
+    return KNOWN_SPILLS.get((row.arch, row.name), {}).get(release, 0)
 
 
 def harmless(row, made):

@@ -110,13 +110,13 @@ def carry(
 def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
     """S R + B: the state after a segment, from its affine map (10.1). R is the sum of two halves, one below the other
     from a row of m_R on."""
-    b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)  # the lower half first: in this order nothing spills
+    b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)  # in another order Triton 3.6 does not compile it
     high = S.to(b_R.dtype)
     low = (S - high.to(tl.float32)).to(b_R.dtype)
     S = tl.dot(high, b_R, input_precision="ieee")
-    b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)
-    S = tl.dot(high, b_R, acc=S, input_precision="ieee")
-    return tl.dot(low, b_R, acc=S, input_precision="ieee") + tl.load(B)
+    S = tl.dot(low, b_R, acc=S, input_precision="ieee")
+    b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)
+    return tl.dot(high, b_R, acc=S, input_precision="ieee") + tl.load(B)
 
 
 @triton.jit
