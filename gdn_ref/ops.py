@@ -273,7 +273,7 @@ def rule_inputs(call: Call, sizes: Sizes) -> RuleInputs:
 
 class FusedDeltaRule(torch.autograd.Function):
     """The Triton kernels forward and backward. Between the two only the inputs are kept: what the backward pass needs
-    beyond them it makes again, which costs it a third of its time and no memory while the rest of a model runs."""
+    beyond them it makes again, which costs it a quarter of its time and no memory while the rest of a model runs."""
 
     @staticmethod
     def forward(ctx, plan, scale, options, *tensors):
