@@ -64,8 +64,8 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
             Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
             Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
         ),
-        # Wide keys without the copy engine: with it, blocks of 32 rows met an illegal instruction on an H200, and those of
-        # 64 spill.
+        # Wide keys without the copy engine: with it, blocks of 32 rows met an illegal instruction on an H200, and those
+        # of 64 spill.
         (2, True): (Config(32, 16, 8, 2, 2, False, 8, 32, 16, 8, 1),),
         **FP32,
     },
