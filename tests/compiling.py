@@ -45,6 +45,7 @@ TOLERATED_SPILLS = 16
 KNOWN_SPILLS = {
     ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 256, "3.9": 16},
     ("sm_90", "scan/bf16/K128/C64/BV64/segmented"): {"3.4": 8, "3.9": 160},
+    ("sm_80", "prepare/bf16/K128/C64/packed/norm"): {"3.9": 48},  # it has no loop over chunks
     ("gfx942", "scan/bf16/K128/C64/BV32/packed"): {"3.4": 32},
     ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 32},
     # That release cannot be told to leave products of q and k in the loop over heads.
