@@ -248,12 +248,10 @@ def _plan(call: tuple, keep: bool, check: Callable, new: Callable) -> Callable:
 
     Looking them up costs a few microseconds, checking them and making ready to launch ten times that.
     """
-    key = run = None
-    try:
-        key = (new, keep, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call])
-        run = _plans.get(key)
-    except (AttributeError, TypeError):
-        pass  # not a tensor: the check says which
+    if not all(x is None or isinstance(x, Tensor) for x in call):
+        check(*call)  # which says what is no tensor
+    key = (new, keep, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call])
+    run = _plans.get(key)
     if run is None:
         check(*call)
         if len(_plans) >= MOST_PLANS:

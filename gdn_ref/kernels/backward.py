@@ -27,7 +27,7 @@ import triton.language as tl
 from .gates import log1p_exp, log_decay, write_strength
 from .prep import BETA, END, FACTORS, QUERY, READ, REST, SCORE, WHOLE, WRITE, chunk_of_slot, inverse_lengths, unscaled
 from .scan import read_tile, rows_of, write_tile
-from .tiles import first_slot, load_rows, power, store_rows
+from .tiles import first_slot, load_rows, power, sequence, store_rows
 
 # ------------------------------------------------------------------------------------------ what the kernels share
 
@@ -129,20 +129,6 @@ def states_kernel(
         b_E = tl.dot(W, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
         b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
         write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
-
-
-@triton.jit
-def sequence(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """(first token, number of tokens, first slot) of sequence n."""
-    if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        L = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        slot = first_slot(cu_seqlens, n, C)
-    else:
-        start = n.to(tl.int64) * T
-        L = T
-        slot = n * tl.cdiv(T, C)
-    return start, L, slot
 
 
 # ------------------------------------------------------------------------------------------ adjoints, in reverse

@@ -330,6 +330,31 @@ def _nothing(q, v, initial_state, N, output_final_state, state_v_first):
     return torch.zeros_like(v), initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
+def gates(g, beta, A_log, dt_bias, beta_is_raw: bool, allow_neg_eigval: bool) -> tuple:
+    """What decay_kernel is told of the gates: which there are, which are raw, and the largest beta."""
+    there = g is not None, A_log is not None, dt_bias is not None, beta is not None
+    return *there, beta_is_raw, 2.0 if allow_neg_eigval else 1.0
+
+
+def preparing(sizes, shape, strides, scale, packed, norm, bound, gates, config, **options) -> tuple[Launch, Launch]:
+    """decay_kernel and prepare_kernel, with which forward and backward begin. sizes: tokens, sequences, slots; shape:
+    H, HV, K, V; strides: of q, k, g and beta from token to token; config: C and prepare_warps of it count."""
+    (T, N, slots), (_, HV, K, V), C, (q_, k_, g_, b_) = sizes, shape, config.C, strides
+    heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(HV))
+    decay = Launch(decay_kernel, slots * -(-HV // heads), (T, N, slots, g_, b_, HV, C, heads, packed, *gates))
+    prepare = Launch(
+        prepare_kernel, slots * HV,
+        (T, N, slots, scale, q_, k_, *shape, C, power_of_two(K), power_of_two(V), packed, norm, bound),
+        num_warps=config.prepare_warps, num_stages=1, **options,
+    )  # fmt: skip
+    return decay, prepare
+
+
+def prepared(HV: int, slots: int, C: int, dtype: torch.dtype) -> dict:
+    """Shape and dtype of what the two kernels of preparing leave."""
+    return {"tiles": ((2, HV, slots, C, C), dtype), "factors": ((HV, slots, FACTORS.value, C), torch.float32)}
+
+
 def make_plan(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, output_final_state, use_qk_l2norm, beta_is_raw,
     allow_neg_eigval, state_v_first, config=None, segments=None,
@@ -351,16 +376,10 @@ def make_plan(
     length = -(-NT // segments)
     segments = -(-NT // length)
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
-    heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(HV))
-    decay = Launch(
-        decay_kernel, slots * -(-HV // heads),
-        (T, N, slots, g_, b_, HV, C, heads, packed, g is not None, A_log is not None, dt_bias is not None,
-         beta is not None, beta_is_raw, 2.0 if allow_neg_eigval else 1.0),
-    )  # fmt: skip
-    prepare = Launch(
-        prepare_kernel, slots * HV,
-        (T, N, slots, scale, q_, k_, H, HV, K, V, C, BK, power_of_two(V), packed, use_qk_l2norm, segments > 1),
-        num_warps=config.prepare_warps, num_stages=1, **registers(device, q.element_size(), K, use_qk_l2norm),
+    decay, prepare = preparing(
+        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1,
+        gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
+        **registers(device, q.element_size(), K, use_qk_l2norm),
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
     options = {"num_warps": config.warps, "num_stages": config.stages}
@@ -377,7 +396,7 @@ def make_plan(
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     fine, single = torch.float16 if half else torch.float32, torch.float32
-    work = {"tiles": ((2, HV, slots, C, C), fine), "factors": ((HV, slots, FACTORS.value, C), single)}
+    work = prepared(HV, slots, C, fine)
     results = {"o": (v.shape, q.dtype)}
     if half:
         work["done"] = (N * HV * segments * NV,), torch.int32

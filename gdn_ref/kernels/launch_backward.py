@@ -28,7 +28,6 @@ from .backward import (
     states_kernel,
 )
 from .launch import Device, Launch, arrange, can_copy, device_of, kind_of_call, power_of_two
-from .prep import FACTORS, decay_kernel, prepare_kernel
 from .targets import CompileTarget
 
 # Whether loops can be told to leave inside what is the same in every round (Triton 3.5 and later).
@@ -169,15 +168,9 @@ class Prepare:
     for bfloat16, and float16 would ask for the size to be taken out of all that meets it."""
 
     def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
-        (T, N, slots), (_, HV, K, V), C = sizes, shape, config.C
-        heads, (q_, k_, g_, b_) = min(launch.HEADS_A_PROGRAM, triton.next_power_of_2(HV)), strides
-        self.shapes = ((2, HV, slots, C, C), dtype), ((HV, slots, FACTORS.value, C), torch.float32)
-        self.decay = Launch(decay_kernel, slots * -(-HV // heads), (T, N, slots, g_, b_, HV, C, heads, packed, *gates))
-        self.prepare = Launch(
-            prepare_kernel, slots * HV,
-            (T, N, slots, scale, q_, k_, *shape, C, power_of_two(K), power_of_two(V), packed, norm, False),
-            num_warps=config.prepare_warps, num_stages=1,
-        )  # fmt: skip
+        given = sizes, shape, strides, scale, packed, norm, False, gates, config
+        self.decay, self.prepare = launch.preparing(*given)
+        self.shapes = launch.prepared(shape[1], sizes[2], config.C, dtype).values()
 
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, zeroed):
         """(A, P, factors). zeroed [.., HV, V] gets 0 where tokens belong to no sequence."""
@@ -262,10 +255,7 @@ def make_plan(
     slots, widest = T // C + N + 1 if packed else B * -(-T // C), max(BV, config.block)
     NK, VP = -(-K // config.BK), -(-V // widest) * widest
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
-    gates = (
-        g is not None, A_log is not None, dt_bias is not None, beta is not None, beta_is_raw,
-        2.0 if allow_neg_eigval else 1.0,
-    )  # fmt: skip
+    gates = launch.gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval)
     sizes = (T, N, slots)
     prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, q.dtype, config)
     scan = (*shape, C, KP, BV, VP, packed)
@@ -366,7 +356,7 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     }  # fmt: skip
     # In chunks of 64 some ten registers of what all heads share lie in memory (many more before Triton 3.5), and are
     # read once a head; shorter chunks spill nothing, but move twice the states.
-    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot and config.C < 64}
+    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot}
     name = f"{where}/BK{config.BK}/BV{config.block}"
     targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
     if not all_kernels:

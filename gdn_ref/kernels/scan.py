@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE, unscaled
-from .tiles import first_slot, load_rows, store_rows
+from .tiles import load_rows, sequence, store_rows
 
 # A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
 FORGOTTEN = tl.constexpr(-160.0)
@@ -167,14 +167,7 @@ def scan_kernel(
     segment = (pid // NV) % segments
     h = (pid // NV // segments) % HV
     n = pid // NV // segments // HV
-    if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int64)
-        L = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
-        slot = first_slot(cu_seqlens, n, C)
-    else:
-        start = n.to(tl.int64) * T
-        L = T
-        slot = n * tl.cdiv(T, C)
+    start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
     NT = tl.cdiv(L, C)
     base = h.to(tl.int64) * slots + slot
     width = V - iv * BV

@@ -45,6 +45,20 @@ def locate(cu_seqlens, slot, N, C: tl.constexpr):
     return low, slot - first_slot(cu_seqlens, low, C), start, tl.load(cu_seqlens + low + 1).to(tl.int64)
 
 
+@triton.jit
+def sequence(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """(first token, number of tokens, first slot) of sequence n."""
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int64)
+        L = (tl.load(cu_seqlens + n + 1) - start).to(tl.int32)
+        slot = first_slot(cu_seqlens, n, C)
+    else:
+        start = n.to(tl.int64) * T
+        L = T
+        slot = n * tl.cdiv(T, C)
+    return start, L, slot
+
+
 # ------------------------------------------------------------------------------------------ tiles of tokens
 
 
