@@ -328,11 +328,12 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
         configs = configs_for(architecture, itemsize, 256 if wide else 128)
         for config in configs:
             how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
-            targets += _targets_of(config, *how, all_kernels=config == configs[0])
+            targets += _targets_of(config, configs[0], *how)
     return targets
 
 
-def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
+def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[CompileTarget]:
+    """The kernels of one configuration that those of the first of its device do not cover."""
     where = f"{dtype}/K{K}/C{config.C}"
     gates = {
         "HAS_G": True, "RAW_G": True, "HAS_BIAS": True, "HAS_BETA": True, "RAW_BETA": True, "LARGEST_BETA": 1.0,
@@ -358,8 +359,9 @@ def _targets_of(config: Config, dtype: str, K: int, all_kernels: bool) -> list[C
     # read once a head; shorter chunks spill nothing, but move twice the states.
     how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot}
     name = f"{where}/BK{config.BK}/BV{config.block}"
-    targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
-    if not all_kernels:
+    if config == first or config[-4:] != first[-4:]:  # BK and what follows it
+        targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
+    if config != first:
         return targets
     targets.append(_target(f"gradients/{name}/norm", gradients_kernel, dtype, {**blocks, "NORM": True}, **how))
     sums = {**scan, "NK": -(-K // config.BK), "W": min(config.BK, config.block)}
