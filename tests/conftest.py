@@ -1,5 +1,6 @@
 """What holds for the whole suite: one thread, so that results and times do not hang on the machine's load."""
 
+import importlib.util
 import os
 import tempfile
 
@@ -14,6 +15,10 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     """Give the notebooks that run under nbval a folder of their own for figures, so that a test run changes no file."""
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        import bounds
+
+        bounds.watch()
     if not os.environ.get("GDN_REF_FIGURES"):
         folder = tempfile.TemporaryDirectory(prefix="gdn_ref_figures_")
         config.add_cleanup(folder.cleanup)

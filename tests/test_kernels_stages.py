@@ -181,6 +181,22 @@ def test_nothing_around_the_tensors_is_read():
     assert all(torch.equal(found[n], results[n]) for n in results)
 
 
+@triton.jit
+def copy_kernel(x, y, n, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i, mask=i < n))
+
+
+@pytest.mark.skipif(GPU, reason="addresses are looked at in the interpreter; see tests/sanitizing.py")
+@pytest.mark.parametrize("read, written, n, message", [(63, 64, 64, "reads 4 bytes"), (64, 63, 1, "writes 4 bytes")])
+def test_an_address_outside_of_the_tensors_is_seen(read, written, n, message):
+    """What conftest.py has looked at in every test of kernels (bounds.py); two halves of one storage are apart."""
+    x, y = torch.zeros(128)[:read], torch.zeros(128)[64:][:written]
+    with pytest.raises(Exception, match=f"{message}.* 0 bytes behind a tensor of 252 bytes"):
+        copy_kernel[(1,)](x, y, n, 64)
+    copy_kernel[(1,)](x, torch.zeros(64), 63, 64)
+
+
 def test_strided_inputs():
     gen = h.rng("stages", "strided")
     q, k, v, a, b = h.fused_projection(gen, 1, 40, 1, 2, 16, 24)
