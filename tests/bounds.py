@@ -2,7 +2,7 @@
 
 A read beyond an end finds some number there and does no harm until it does, and on a GPU mostly lands in memory that
 the allocator holds for others. The interpreter has every address at hand: watch() has each one looked at. What is
-masked is not touched, and not looked at either. (tests/sanitizing.py looks for the same on a GPU, with CUDA's own tool.)
+masked is not touched, and not looked at either. On a GPU, tests/sanitizing.py looks for the same with CUDA's own tool.
 """
 
 import bisect
