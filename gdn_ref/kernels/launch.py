@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel
 from .targets import CompileTarget
+from .tiles import WIDENED
 
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
@@ -258,8 +259,7 @@ def by_token(x: Tensor) -> Tensor:
 def arrange(q: Tensor, k: Tensor, v: Tensor, g, beta, cu_seqlens) -> tuple:
     """The inputs as the kernels take them: q, k, v of one dtype, tokens at even distances, boundaries on the device."""
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if q.device.type == "cpu" and dtype == torch.bfloat16:
-        dtype = torch.float32  # the interpreter would multiply it wrongly
+    dtype = WIDENED.get(dtype, dtype)
     q, k, v = (by_token(x.to(dtype)) for x in (q, k, v))
     g, beta = (x if x is None else by_token(x) for x in (g, beta))
     if cu_seqlens is not None:

@@ -26,6 +26,7 @@ from ..chunks import prepare_chunk_indices
 from .targets import CompileTarget
 from .tiles import (
     LOG2E,
+    WIDENED,
     decay_matrix,
     invert_unit_lower,
     load_rows,
@@ -256,7 +257,6 @@ KERNELS = (
     chunk_states_kernel,
     chunk_output_kernel,
 )
-INTERPRETED = not isinstance(solve_tril_kernel, triton.JITFunction)
 
 
 class Chunks(NamedTuple):
@@ -329,8 +329,9 @@ def solve_tril(
     chunks = _check(_chunk_size(A), cu_seqlens, chunk_indices, A=A)
     T, HV, C = A.shape[1:]
     X = _output(chunks, A.shape, output_dtype or torch.float32, A.device)
-    DT = tl.float32 if A.dtype == torch.float32 or INTERPRETED and A.dtype == torch.bfloat16 else tl.float16
-    args = (_ready(A), X, chunks.cu_seqlens, chunks.indices, T)
+    A = _ready(A)
+    DT = tl.float32 if A.dtype == torch.float32 else tl.float16
+    args = (A, X, chunks.cu_seqlens, chunks.indices, T)
     _launch(solve_tril_kernel, (chunks.number, HV), *args, HV, C, DT, chunks.packed)
     return X
 
@@ -485,9 +486,8 @@ def _state_columns(K: int, V: int, dtype: torch.dtype) -> int:
 
 
 def _ready(*tensors: Tensor | None):
-    """The tensors with rows that lie side by side; bfloat16 widened in the interpreter, which multiplies it wrongly."""
-    wide = [x.float() if INTERPRETED and x is not None and x.dtype == torch.bfloat16 else x for x in tensors]
-    ready = [x if x is None else x.contiguous() for x in wide]
+    """The tensors in the dtypes that they are multiplied in, with rows that lie side by side."""
+    ready = [x if x is None else x.to(WIDENED.get(x.dtype, x.dtype)).contiguous() for x in tensors]
     return ready if len(ready) > 1 else ready[0]
 
 
