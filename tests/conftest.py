@@ -16,9 +16,10 @@ def pytest_configure(config):
     """Give the notebooks that run under nbval a folder of their own for figures, so that a test run changes no file."""
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        import bounds
+        import interpreting
 
-        bounds.watch()
+        interpreting.watch_addresses()
+        interpreting.mend_bfloat16()
     if not os.environ.get("GDN_REF_FIGURES"):
         folder = tempfile.TemporaryDirectory(prefix="gdn_ref_figures_")
         config.add_cleanup(folder.cleanup)

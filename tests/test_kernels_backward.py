@@ -11,7 +11,6 @@ from test_kernels_forward import BOUNDS, DEVICE, GPU, HALF, Waits, among_nan, fi
 from gdn_ref.kernels import launch, launch_backward
 
 GRADIENTS = ("d_q", "d_k", "d_v", "d_g", "d_beta", "d_A_log", "d_dt_bias", "d_initial_state")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
 CHECKED = BOUNDS | {torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 
@@ -41,10 +40,13 @@ def check(x, bound=None, **options):
     found = backward(x, *upstream(x), **options)
     for name, gradient in found.items():
         assert gradient.dtype == x[name.removeprefix("d_")].dtype, name
-    if x["q"].dtype != torch.float32:
-        h.assert_close(found, {n: expected[n] for n in found}, bound or CHECKED[x["q"].dtype], x.get("cu_seqlens"))
-        return
-    h.assert_close_where_sums_cancel(found, expected, x, bound or CHECKED[torch.float32])
+    dtype = x["q"].dtype
+    if bound:
+        h.assert_close(found, {n: expected[n] for n in found}, bound, x.get("cu_seqlens"))
+    elif dtype == torch.float32:
+        h.assert_close_where_sums_cancel(found, expected, x, CHECKED[dtype])
+    else:
+        h.assert_close_for_dtype(found, expected, x, CHECKED[dtype])
 
 
 # ---------------------------------------------------------------- values
@@ -54,19 +56,18 @@ SHAPES = h.pairwise(
     heads=[(1, 1), (1, 3), (2, 2)],
     KV=[(16, 16), (24, 60), (1, 8), (33, 1)],
     keys=h.KEYS,
-    dtype=["fp32", "half"],
+    dtype=h.DTYPES,
 )
 
 
 @pytest.mark.parametrize("row", SHAPES, ids=h.case_id)
 def test_shapes(row):
     (H, HV), (K, V) = row["heads"], row["KV"]
-    dtype = torch.float32 if row["dtype"] == "fp32" else HALF
-    check(h.make(row["T"], H, HV, K, V, keys=row["keys"], decays="ordinary", dtype=dtype))
+    check(h.make(row["T"], H, HV, K, V, keys=row["keys"], decays="ordinary", dtype=h.DTYPES[row["dtype"]]))
 
 
 @pytest.mark.parametrize("decays", h.DECAYS)
-@DTYPES
+@h.in_every_dtype
 def test_decays(decays, dtype):
     """dg, too, however fast tokens decay: only pairs of tokens that lie on both sides of a token are added up."""
     x = h.make(40 if dtype == torch.float32 else 100, 1, 2, 16, 16, keys="correlated", decays=decays, dtype=dtype)
@@ -80,25 +81,23 @@ def test_dg_under_strong_decay(rate):
     x = h.make(130, 1, 1, 32, 32, decays="none", dtype=HALF)
     gen = h.rng("rate", rate)
     x["g"] = -rate * torch.nn.functional.softplus(h.randn(gen, 1, 130, 1)).float()
-    check(x | {"initial_state": x["initial_state"].float() if GPU else None}, bound=2e-2)
+    check(x | {"initial_state": x["initial_state"].float()}, bound=2e-2)
 
 
 @pytest.mark.parametrize("K, V", [(128, 128), (256, 16), (16, 256), (192, 100)])
-@DTYPES
+@h.in_every_dtype
 def test_wide_heads(K, V, dtype):
     check(h.make(20, 1, 1, K, V, keys="correlated", dtype=dtype))
 
 
 @pytest.mark.parametrize("size", [1e-7, 1e4])
-def test_gradients_of_any_size(size):
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "bf16"])
+def test_gradients_of_any_size(size, dtype):
     """Losses that are means have gradients that float16 would not hold: their size is taken out on the way."""
-    dtype = torch.bfloat16 if GPU else torch.float32
     x = h.make(70, 1, 2, 32, 16, dtype=dtype)
     do, dstate = upstream(x)
     one, other = backward(x, do, dstate), backward(x, do * size, dstate * size)
-    h.assert_close(
-        {n: t / size for n, t in other.items()}, {n: t.double() for n, t in one.items()}, 2e-2 if GPU else 1e-5
-    )
+    h.assert_close({n: t / size for n, t in other.items()}, {n: t.double() for n, t in one.items()}, CHECKED[dtype])
 
 
 def test_batches():
@@ -109,7 +108,7 @@ def test_batches():
 
 
 @pytest.mark.parametrize("lengths", [[40, 1, 0, 33], [0, 0, 5], [1] * 5, [32, 64]], ids=str)
-@DTYPES
+@h.in_every_dtype
 def test_packed(lengths, dtype):
     check(h.make(H=1, HV=2, K=16, V=24, lengths=lengths, dtype=dtype))
 
@@ -246,7 +245,7 @@ def test_mixed_dtypes():
 # ---------------------------------------------------------------- exact zeros, and what must not matter
 
 
-@DTYPES
+@h.in_every_dtype
 def test_no_gradient_against_time(dtype):
     """Outputs before token t say nothing about what comes at it or after; and a first token decays nothing."""
     x, t = h.make(70, 1, 2, 16, 24, state=False, dtype=dtype), 37
@@ -258,7 +257,7 @@ def test_no_gradient_against_time(dtype):
     assert (backward(x, *upstream(x))["d_g"][:, 0] == 0).all()
 
 
-@DTYPES
+@h.in_every_dtype
 def test_resets_and_no_writes(dtype):
     """g = -inf and beta = 0: the gradient of the reset is 0, that of the strength is not, and nothing is NaN."""
     x = h.make(60, 1, 2, 16, 24, dtype=dtype)
