@@ -14,9 +14,10 @@ normalised, S the state before a chunk, E its errors and dS' the adjoint of the 
 A token's decay multiplies what is written before it and read at it or after. So dg_t sums over pairs j < t <= i, and
 nothing else: X_ij = beta_j (scale q_i.k_j F_ij - k_i.k_j J_ij) inside the chunk; y_i = gamma_i (scale q_i.(do S^T)_i -
 k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E dS'^T)_j to the state after it, over
-j < t; gamma_C <S, dS'> past the chunk altogether. The pairs of X are had as sums of its rows less sums of its columns,
-from i and j = t on. That keeps its digits since both are sums of the very same float32 numbers, and since the diagonal
-is left out: a query's own key is across nothing, and outweighs all the rest where tokens decay fast.
+j < t; gamma_C <S, dS'> past the chunk altogether   (9.13). The pairs of X are had as sums of its rows less sums of its
+columns, from i and j = t on. That keeps its digits since both are float32 sums of products of the very same rounded
+numbers, F, J and beta K among them, and since the diagonal is left out: a query's own key is across nothing, and
+outweighs all the rest where tokens decay fast.
 
 Nothing is added up across programs, and no sum depends on who comes first.
 """
@@ -67,12 +68,13 @@ def read_block(x, row, column, stride, width, BR: tl.constexpr, BC: tl.constexpr
 
 
 @triton.jit
-def load_pair(x, y, x_stride, y_stride, rows, width, C: tl.constexpr, BC: tl.constexpr):
-    """Rows of x [rows, width] and below them, from row C on, those of y: [2C, BC] in one tile, 0 outside."""
-    pair, column = tl.arange(0, 2 * C), tl.arange(0, BC)
-    row = pair % C
-    start = tl.where(pair < C, x + row * x_stride, y + row * y_stride)
-    return tl.load(start[:, None] + column[None, :], mask=(row < rows)[:, None] & (column < width)[None, :], other=0.0)
+def read_columns(x, column, stride, rows, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """Tile [BR, BC] from a column on, width columns of it, of a matrix with that many rows."""
+    if TMA:
+        tile = x.load([0, column])
+    else:
+        tile = load_rows(x + column, stride, tl.arange(0, BR), tl.arange(0, BC), rows, width)
+    return tile
 
 
 # ------------------------------------------------------------------------------------------ states, in order
@@ -139,11 +141,11 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
     """One chunk: from the adjoint dS'^T [BV, K] of the state after it that of the state before it, and dv^T [BV, C]."""
     b_do = tl.trans(b_do).to(tl.float32)
     X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
-    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")
+    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")  # (9.6)
     b_dP, top = sized(b_do * score[None, :], b_P)
-    X += tl.dot(b_dP, b_P, input_precision="ieee") * top[:, None]
+    X += tl.dot(b_dP, b_P, input_precision="ieee") * top[:, None]  # (9.4)
     X, top = sized(X, b_A)
-    dv = tl.dot(X, b_A, input_precision="ieee") * top[:, None]
+    dv = tl.dot(X, b_A, input_precision="ieee") * top[:, None]  # (9.5)
     return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
 
 
@@ -216,21 +218,19 @@ def adjoints_kernel(
 
 
 @triton.jit
-def decay_pair(p_factors, zero, C: tl.constexpr, EXACT: tl.constexpr):
-    """Gamma_ij and below it the same without its diagonal, [2C, C]   (7.1)
+def strict_decay(p_factors, zero, C: tl.constexpr, EXACT: tl.constexpr):
+    """Gamma_ij below the diagonal, 0 elsewhere: [C, C]   (7.1)
 
     EXACT takes the cumulative decays apart, as tiles.split_decay says; their sums are right to 5e-4 at the worst, after
     64 resets, which is below what 16-bit products keep.
     """
-    pair, j = tl.arange(0, 2 * C), tl.arange(0, C)
-    last = tl.where(pair < C, pair, pair - C - 1) + zero  # the last column that is not 0
-    whole_2, rest_2 = tl.load(p_factors + WHOLE * C + pair % C), tl.load(p_factors + REST * C + pair % C)
-    whole, rest = tl.load(p_factors + WHOLE * C + j), tl.load(p_factors + REST * C + j)
+    i = tl.arange(0, C)
+    whole, rest = tl.load(p_factors + WHOLE * C + i), tl.load(p_factors + REST * C + i)
     if EXACT:
-        exponent = (whole_2[:, None] - whole[None, :]) + (rest_2[:, None] - rest[None, :])
+        exponent = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
     else:
-        exponent = (whole_2 + rest_2)[:, None] - (whole + rest)[None, :]
-    return tl.exp2(tl.where(j[None, :] <= last[:, None], exponent, float("-inf")))
+        exponent = (whole + rest)[:, None] - (whole + rest)[None, :]
+    return tl.exp2(tl.where(i[:, None] > i[None, :] + zero, exponent, float("-inf")))
 
 
 @triton.jit
@@ -241,37 +241,34 @@ def through_norm(dx, x, length):
 
 
 @triton.jit
-def lengths_of(p_lengths, scale, C: tl.constexpr, NORM: tl.constexpr):
-    """What q is multiplied by to be a query, and k to be a key with its sign changed, [2C]; and what k, [C]."""
-    pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
-    weight, length_k = tl.where(pair < C, scale, -1.0), tl.full([C], 1.0, tl.float32)
+def weights(p_lengths, p_factors, scale, C: tl.constexpr, NORM: tl.constexpr):
+    """What multiplies q to be a query, k to be a key with its sign changed, and k to be a key that is written, [C]."""
+    i = tl.arange(0, C)
+    beta = tl.load(p_factors + BETA * C + i)
+    weight_q, weight_k = tl.full([C], scale, tl.float32), tl.full([C], -1.0, tl.float32)
     if NORM:
-        weight *= tl.load(p_lengths + pair)
         length_k = tl.load(p_lengths + C + i)
-    return weight, length_k
+        weight_q *= tl.load(p_lengths + i)
+        weight_k *= length_k
+        beta *= length_k
+    return weight_q, weight_k, beta
 
 
 @triton.jit
-def inside(
-    FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C: tl.constexpr, NORM: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """What pairs of tokens of the chunk do to each other: written + (scale F over -J) diag(beta), with lengths of 1 for
-    what multiplies it. Stores the sums of X off its diagonal: of columns before beta, of rows after it; and the
-    diagonal."""
-    pair, i = tl.arange(0, 2 * C), tl.arange(0, C)
-    weight, length_k = lengths_of(p_lengths, scale, C, NORM)
-    beta = tl.load(p_factors + BETA * C + i) * length_k
-    FJ *= decay_pair(p_factors, zero, C, EXACT) * weight[:, None]
-    # Q K^T, and K K^T below it: made anew for every head, which costs less than the registers would.
-    X = tl.dot(b_qk, tl.trans(b_k), acc=tl.zeros([2 * C, C], tl.float32) + zero, input_precision="ieee") * FJ
-    written += FJ * beta[None, :]
-    itself = i[None, :] == pair[:, None] + zero  # a query and its own key
-    tl.store(p_sums + 5 * C + pair, tl.sum(tl.where(itself, X, 0.0), 1), mask=pair < C)
-    X = tl.where(itself, 0.0, X)
-    tl.store(p_sums + 4 * C + i, tl.sum(X, 0))
-    tl.store(p_sums + 2 * C + pair, tl.sum(X * beta[None, :], 1))
-    return written
+def reading(dx, x, F, b_x, b_kb):
+    """What reads with rows b_x, q or k, gets from x, of the state before the chunk, and from F, of the rows b_kb of
+    tokens before them in it. Returns dx with both; F as it was multiplied, and what was taken out of it; and what x
+    says of the decay of its rows, without F and with it   (9.12)
+    """
+    top = 1.0
+    if b_x.dtype == tl.float16:  # which holds no numbers of any size
+        top = tl.max(tl.max(tl.abs(F), 1), 0)
+        top = tl.where(top > 1e-30, top, 1.0)
+        F *= 1 / top
+    b_F = F.to(b_x.dtype)
+    y = tl.sum(x * b_x.to(tl.float32), 1)
+    x = tl.dot(b_F, b_kb, acc=x * (1 / top), input_precision="ieee") * top
+    return dx + x, b_F, top, y, tl.sum(x * b_x.to(tl.float32), 1)
 
 
 @triton.jit
@@ -297,61 +294,98 @@ def no_gradients(
 
 
 @triton.jit
-def one_block(
-    r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot, slots, scale,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, EXACT: tl.constexpr,
+def load_values(
+    m_do, m_dv, m_E, m_S, m_dS, unit, hv, iv, left, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of V of one value head of gradients_kernel, and with its last columns what is made of its sums.
-
-    E, S and dS, the pair of do and dv: each of these tiles feeds products alone. A tile that is used in a sum as well
-    gets a single buffer on Hopper (Triton 3.6), and the copy for the next round overwrites it while products in flight
-    still read it. So <S, dS'> is the trace of a product, and no sum over tiles.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    W: tl.constexpr = BK if BK < BV else BV
-    sum_xa, sum_c, written, FJ, xa, c, ends = carried
-    # load
-    pair, i, w = tl.arange(0, 2 * C), tl.arange(0, C), tl.arange(0, W)
-    hv, iv = h * (HV // H) + r // NV, r % NV
-    unit = hv.to(tl.int64) * slots + slot
-    at = (token * HV + hv) * V + iv * BV
-    b_d = load_pair(do + at, dv + at, HV * V, HV * V, left, V - iv * BV, C, BV)
-    b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
+    """BV columns of V of one head of one chunk: do, dv, E [C, BV], and BK columns of S and dS [BV, BK]."""
+    WHOLE: tl.constexpr = TMA and V % BV == 0
     b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
     b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
-    # compute; each sum over V is done with before the next begins, so that one at a time takes registers
-    last = iv == NV - 1
-    p_factors = factors + unit * (FACTORS * C)
-    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (7 * C + W)
-    # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them, and
-    # fill the registers.
-    zero = tl.where(r + slots < 0, 1, 0)
-    if BK < BV:
+    b_do = read_columns(m_do, hv * V + iv * BV, HV * V, left, V - iv * BV, C, BV, WHOLE)
+    b_dv = read_columns(m_dv, hv * V + iv * BV, HV * V, left, V - iv * BV, C, BV, WHOLE)
+    b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
+    return b_do, b_dv, b_E, b_S, b_dS
+
+
+@triton.jit
+def earlier_columns(
+    m_do, m_dv, m_E, m_S, m_dS, unit, hv, left, blocks, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The sums over V of one_head as far as the first blocks of BV columns go."""
+    F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    x, a, e = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    ends = tl.zeros([BK, BK], tl.float32)
+    for iv in tl.range(0, blocks, num_stages=1):
+        b_do, b_dv, b_E, b_S, b_dS = load_values(
+            m_do, m_dv, m_E, m_S, m_dS, unit, hv, iv, left, HV, V, C, BK, BV, KP, VP, TMA
+        )  # fmt: skip
+        F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
+        J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
+        x = tl.dot(b_do, b_S, acc=x, input_precision="ieee")
+        a = tl.dot(b_dv, b_S, acc=a, input_precision="ieee")
+        e = tl.dot(b_E, b_dS, acc=e, input_precision="ieee")
         ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
-    else:
-        ends = tl.dot(b_S, tl.trans(b_dS), acc=ends, input_precision="ieee")
-    if last:
-        diagonal = (w[:, None] == w[None, :] + zero) & (w < W)[:, None]
-        tl.store(p_sums + 7 * C + w, tl.sum(tl.where(diagonal, ends, 0.0), 1))
-        ends = tl.zeros([W, W], tl.float32)
-    c = tl.dot(tl.trans(b_dS), tl.trans(b_E), acc=c, input_precision="ieee")
-    if last:  # E dS'^T, transposed: what the state after the chunk asks of its keys
-        tl.store(p_sums + 6 * C + i, tl.sum(c * tl.trans(b_k), 0))
-        sum_c += c * tl.load(p_factors + WRITE * C + i)[None, :]
-        c = tl.zeros([BK, C], tl.float32)
-    xa = tl.dot(b_d, b_S, acc=xa, input_precision="ieee")
-    if last:  # do S^T over dv S^T: what q and k read of the state before it
-        read = tl.load(p_factors + tl.where(pair < C, QUERY * C, READ * C - C) + pair)
-        xa *= tl.where(pair < C, read, -read)[:, None]
-        tl.store(p_sums + pair, tl.sum(xa * b_qk, 1))  # y
-        sum_xa += xa
-        xa = tl.zeros([2 * C, BK], tl.float32)
-    FJ = tl.dot(b_d, tl.trans(b_E), acc=FJ, input_precision="ieee")
-    if last:
-        written = inside(FJ, written, b_qk, b_k, scale, zero, p_lengths, p_factors, p_sums, C, NORM, EXACT)
-        FJ = tl.zeros([2 * C, C], tl.float32)
-    return sum_xa, sum_c, written, FJ, xa, c, ends
+    return F, J, x, a, e, ends
+
+
+@triton.jit
+def one_head(
+    hv, dq, dk, own, q, k, qk, m_do, m_dv, m_E, m_S, m_dS, p_lengths, factors, sums, left, block, slot, slots, scale,
+    q_stride, k_stride,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One value head of gradients_kernel: (dq, dk, own) with its share, own that of queries and their own keys.
+
+    Each sum over V ends where it is used, and is done with before the next begins: one or two at a time take registers.
+    """
+    LAST: tl.constexpr = (V + BV - 1) // BV - 1
+    i, w = tl.arange(0, C), tl.arange(0, BK)
+    unit = hv.to(tl.int64) * slots + slot
+    p_factors = factors + unit * (FACTORS * C)
+    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + BK)
+    # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them, and
+    # fill the registers; a loop of few rounds would be written out.
+    zero = tl.where(hv + slots < 0, 1, 0)
+    F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    x, a, e = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    ends = tl.zeros([BK, BK], tl.float32)
+    # load
+    if LAST > 0:
+        F, J, x, a, e, ends = earlier_columns(
+            m_do, m_dv, m_E, m_S, m_dS, unit, hv, left, LAST + zero, HV, V, C, BK, BV, KP, VP, TMA
+        )  # fmt: skip
+    b_do, b_dv, b_E, b_S, b_dS = load_values(
+        m_do, m_dv, m_E, m_S, m_dS, unit, hv, LAST, left, HV, V, C, BK, BV, KP, VP, TMA
+    )  # fmt: skip
+    b_q = load_rows(q + 16 * zero, q_stride, i, w, left, K - block * BK)
+    b_k = load_rows(k + 16 * zero, k_stride, i, w, left, K - block * BK)
+    # compute
+    ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
+    tl.store(p_sums + 5 * C + w, tl.sum(tl.where(w[:, None] == w[None, :] + zero, ends, 0.0), 1))  # (9.13)
+    F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
+    weight_q, weight_k, beta = weights(p_lengths, p_factors, scale, C, NORM)
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :] + zero, F, 0.0), 1) * weight_q
+    Gamma = strict_decay(p_factors, zero, C, EXACT)
+    b_kb = (b_k.to(tl.float32) * beta[:, None]).to(b_k.dtype)
+    x = tl.dot(b_do, b_S, acc=x, input_precision="ieee") * tl.load(p_factors + QUERY * C + i)[:, None]
+    dq, b_F, top, y, rows = reading(dq, x, F * (Gamma * weight_q[:, None]), b_q, b_kb)  # (9.7)
+    c = tl.dot(tl.trans(b_F), b_q, input_precision="ieee") * top
+    J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
+    a = tl.dot(b_dv, b_S, acc=a, input_precision="ieee") * -tl.load(p_factors + READ * C + i)[:, None]
+    dk, b_F, top, y_k, rows_k = reading(dk, a, J * (Gamma * weight_k[:, None]), b_k, b_kb)  # (9.8)
+    tl.store(p_sums + i, y + y_k)
+    tl.store(p_sums + C + i, rows + rows_k)
+    c = tl.dot(tl.trans(b_F), b_k, acc=c * (1 / top), input_precision="ieee") * top  # (9.9)
+    dk += c * beta[:, None]
+    tl.store(p_sums + 2 * C + i, tl.sum(c * b_kb.to(tl.float32), 1))  # (9.12)
+    tl.store(p_sums + 3 * C + i, tl.sum(c * b_k.to(tl.float32), 1) + diagonal * qk)  # (9.10)
+    e = tl.dot(b_E, b_dS, acc=e, input_precision="ieee")
+    tl.store(p_sums + 4 * C + i, tl.sum(e * b_k.to(tl.float32), 1))  # (9.10), (9.13)
+    dk += e * tl.load(p_factors + WRITE * C + i)[:, None]  # (9.9)
+    return dq, dk, own + beta * diagonal
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
@@ -360,18 +394,16 @@ def gradients_kernel(
     T, N, slots, scale, q_stride, k_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, ANEW: tl.constexpr,
+    TMA: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
 
-    What concerns do and what concerns dv is the same work: they lie in one tile [2C, BV], the one below the other, as q
-    and k, F and J, x and a do. Writes dq and dk [.., H, K], and sums [NK, HV, slots, 7 C + W], which finish_kernel
-    needs: X across tokens; y in two halves; k.c in two parts; the diagonal of S dS'^T. ANEW, for Tritons that know it,
-    keeps what is the same for all heads out of registers.
+    Writes dq and dk [.., H, K], and sums [NK, HV, slots, 5 C + BK], which finish_kernel needs: y; rows of X with y, and
+    columns of X; k.c in two parts; the diagonal of S dS'^T. No loop has loads in flight: the programs of a processor
+    wait in turns instead. (With loads in flight a tile that feeds a sum as well as products gets a single buffer on
+    Hopper, Triton 3.6, and the next copy overwrites what is still read. So <S, dS'> is the trace of a product.)
     """
     NK: tl.constexpr = (K + BK - 1) // BK
-    NV: tl.constexpr = (V + BV - 1) // BV
-    W: tl.constexpr = BK if BK < BV else BV
     block = tl.program_id(0) % NK
     h = (tl.program_id(0) // NK) % H
     slot = tl.program_id(0) // NK // H
@@ -380,49 +412,34 @@ def gradients_kernel(
         no_gradients(dq, dk, dv, cu_seqlens, slot, h, block, T, N, H, HV, K, V, C, BK, BV, PACKED)
         return
 
-    # load
-    i, column = tl.arange(0, C), tl.arange(0, BK)
+    i, w = tl.arange(0, C), tl.arange(0, BK)
     width = K - block * BK
     x_q, x_k = q + token * q_stride + h * K + block * BK, k + token * k_stride + h * K + block * BK
-    b_qk = load_pair(x_q, x_k, q_stride, k_stride, left, width, C, BK)
-    b_k = load_rows(x_k, k_stride, i, column, left, width)
     p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
     m_E = rows_of(E, VP, HV * slots * C, VP, C, BV, TMA)
     m_S = rows_of(S + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
     m_dS = rows_of(dS + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
-
-    # compute
-    carried = (
-        tl.zeros([2 * C, BK], tl.float32), tl.zeros([BK, C], tl.float32), tl.zeros([2 * C, C], tl.float32),
-        tl.zeros([2 * C, C], tl.float32), tl.zeros([2 * C, BK], tl.float32), tl.zeros([BK, C], tl.float32),
-        tl.zeros([W, W], tl.float32),
-    )  # fmt: skip
-    if ANEW:
-        for r in tl.range(0, (HV // H) * NV, num_stages=STAGES, disable_licm=True):
-            carried = one_block(
-                r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
-                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
-            )  # fmt: skip
-    else:
-        for r in tl.range(0, (HV // H) * NV, num_stages=STAGES):
-            carried = one_block(
-                r, carried, b_qk, b_k, do, dv, m_E, m_S, m_dS, p_lengths, factors, sums, token, left, h, block, slot,
-                slots, scale, H, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
-            )  # fmt: skip
-    sum_xa, sum_c, written = carried[0], carried[1], carried[2]
-    # The heads share q and k: F and J are multiplied with them once, after having been added up.
-    written = written.to(b_k.dtype)
-    sum_xa = tl.dot(written, b_k, acc=sum_xa, input_precision="ieee")
-    sum_c = tl.dot(tl.trans(b_qk), written, acc=sum_c, input_precision="ieee")
-    b_dq, b_dk = tl.split(tl.permute(tl.reshape(sum_xa, [2, C, BK]), (1, 2, 0)))
-    b_dk += tl.trans(sum_c)
+    b_q = load_rows(x_q, q_stride, i, w, left, width)
+    b_k = load_rows(x_k, k_stride, i, w, left, width)
+    qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+    m_do = rows_of(do + token * (HV * V), HV * V, left, HV * V, C, BV, TMA and V % BV == 0)
+    m_dv = rows_of(dv + token * (HV * V), HV * V, left, HV * V, C, BV, TMA and V % BV == 0)
+    b_dq, b_dk, own = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
+    for r in tl.range(0, HV // H + tl.where(slots < 0, 1, 0), num_stages=1):
+        b_dq, b_dk, own = one_head(
+            h * (HV // H) + r, b_dq, b_dk, own, x_q, x_k, qk, m_do, m_dv, m_E, m_S, m_dS, p_lengths, factors, sums,
+            left, block, slot, slots, scale, q_stride, k_stride, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
+        )  # fmt: skip
+    b_q = load_rows(x_q, q_stride, i, w, left, width)
+    b_k = load_rows(x_k, k_stride, i, w, left, width)
+    b_dq += own[:, None] * b_k.to(tl.float32)
+    b_dk += own[:, None] * b_q.to(tl.float32)
     if NORM and NK == 1:
-        b_q = load_rows(x_q, q_stride, i, column, left, width)
         b_dq = through_norm(b_dq, b_q, tl.load(p_lengths + i))
         b_dk = through_norm(b_dk, b_k, tl.load(p_lengths + C + i))
     corner = (token * H + h) * K + block * BK
-    store_rows(dq + corner, H * K, i, column, left, width, b_dq)
-    store_rows(dk + corner, H * K, i, column, left, width, b_dk)
+    store_rows(dq + corner, H * K, i, w, left, width, b_dq)
+    store_rows(dk + corner, H * K, i, w, left, width, b_dk)
 
 
 # ------------------------------------------------------------------------------------------ gates, and lengths of rows
@@ -432,7 +449,7 @@ def gradients_kernel(
 def finish_kernel(
     g, beta, A_log, dt_bias, cu_seqlens, factors, lengths, sums, dg, dbeta, share,
     T, N, slots, g_stride, beta_stride,
-    H: tl.constexpr, HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     NORM: tl.constexpr, HAS_G: tl.constexpr, RAW_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
     RAW_BETA: tl.constexpr,
 ):  # fmt: skip
@@ -442,7 +459,7 @@ def finish_kernel(
     """
     h = tl.program_id(0) % HV
     slot = tl.program_id(0) // HV
-    i, w = tl.arange(0, C), tl.arange(0, W)
+    i, w = tl.arange(0, C), tl.arange(0, BK)
     token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)
     valid = i < left
     written = valid
@@ -452,29 +469,26 @@ def finish_kernel(
     # load
     y, rows, columns = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     d_beta = tl.zeros([C], tl.float32)
-    to_end, from_last, ends = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([W], tl.float32)
+    to_end, from_last, ends = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([BK], tl.float32)
     after = valid & (i > 0)
     for block in range(NK):
-        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (7 * C + W)
-        y += tl.load(p_sums + i, mask=valid, other=0.0) + tl.load(p_sums + C + i, mask=valid, other=0.0)
-        rows += tl.load(p_sums + 2 * C + i, mask=valid, other=0.0) + tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
-        columns += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
-        d_beta += tl.load(p_sums + 5 * C + i, mask=valid, other=0.0)
-        to_end += tl.load(p_sums + 6 * C + i, mask=valid, other=0.0)
-        from_last += tl.load(p_sums + 6 * C + i - 1, mask=after, other=0.0)  # of the token before
-        ends += tl.load(p_sums + 7 * C + w, mask=w < left * W, other=0.0)
+        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (5 * C + BK)
+        y += tl.load(p_sums + i, mask=valid, other=0.0)
+        rows += tl.load(p_sums + C + i, mask=valid, other=0.0)
+        columns += tl.load(p_sums + 2 * C + i, mask=valid, other=0.0)
+        d_beta += tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
+        to_end += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
+        from_last += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
+        ends += tl.load(p_sums + 5 * C + w, mask=w < left * BK, other=0.0)
     p_factors = factors + (h.to(tl.int64) * slots + slot) * (FACTORS * C)
     b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
     beta_last = tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
     end = tl.load(p_factors + END * C, mask=left > 0, other=0.0)
 
-    d_beta += columns
-    columns *= b_beta
     if NORM:
         p_lengths = lengths + ((h // (HV // H)).to(tl.int64) * slots + slot) * (2 * C) + C + i
         length_k = tl.load(p_lengths, mask=valid, other=0.0)
         d_beta *= length_k
-        columns *= length_k
         to_end *= length_k
         from_last *= tl.load(p_lengths - 1, mask=after, other=0.0)
 
@@ -485,8 +499,9 @@ def finish_kernel(
     whole = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
     p_decays += (REST - WHOLE) * C
     rest = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
-    pairs = tl.where(after & (power(whole, rest) > 0), tl.cumsum(rows - columns, 0, reverse=True), 0.0)
-    d_g = pairs + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end
+    across = after & (power(whole, rest) > 0)
+    d_g = tl.where(across, tl.cumsum(rows - columns, 0, reverse=True), tl.cumsum(y, 0, reverse=True))
+    d_g += tl.cumsum(z, 0) + tl.sum(ends, 0) * end
     d_beta += late(p_factors, i, valid, left, C) * to_end
     at = (token + i) * HV + h
     if RAW_G:  # g = -exp(A_log) softplus(a), so that dg/dA_log = g and dg/da = g sigmoid(a) / softplus(a)   (7.6)

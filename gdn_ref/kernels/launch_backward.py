@@ -11,12 +11,10 @@ token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import launch
@@ -29,9 +27,6 @@ from .backward import (
 )
 from .launch import Device, Launch, arrange, can_copy, device_of, kind_of_call, power_of_two
 from .targets import CompileTarget
-
-# Whether loops can be told to leave inside what is the same in every round (Triton 3.5 and later).
-ANEW = "disable_licm" in inspect.signature(tl.range.__init__).parameters
 
 
 class Config(NamedTuple):
@@ -47,41 +42,43 @@ class Config(NamedTuple):
     BK: int  # columns of K that a program of the gradients has
     block: int  # columns of V that it takes at once
     gradient_warps: int
-    gradient_stages: int
 
 
 FP32 = {
-    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
-    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
+    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8),),
+    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8),),
 }
-# (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward.
+# (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward. Of the
+# gradients' products every row of 16 is one warp's, and more warps than rows would all do the same: chunks of 32 tokens
+# have two, with as many columns as their registers hold.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
-    # Hopper: [do; dv] are 128 rows, which is what eight warps take without doing anything twice. 64 columns of K leave
-    # room for two heads' tiles, so that the next head's arrive while one is worked on.
+    # Hopper: of the gradients two programs of one warpgroup each share a processor, 104 KB apiece, and one works while
+    # the other waits for its tiles. They spill, which costs a sixteenth of their instructions; with 32 columns of K
+    # they would spill less, but do twice the work on pairs.
     "sm_90": {
         (2, False): (
-            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
-            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
+            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 4),
+            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 4),
         ),
         # Wide keys without the copy engine: with it, blocks of 32 rows met an illegal instruction on an H200, and those
         # of 64 spill.
-        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 32, 16, 8, 1),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 16, 2),),
         **FP32,
     },
     "sm_100": {
-        (2, False): (Config(32, 64, 8, 3, 2, True, 4, 64, 64, 8, 2),),
-        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 64, 64, 8, 2),),
+        (2, False): (Config(32, 64, 8, 3, 2, True, 4, 16, 32, 2),),
+        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 16, 32, 2),),
         **FP32,
     },
     # Without a copy engine and with products that start from registers, chunks of 32 are what spills nothing.
     "sm_80": {
-        (2, False): (Config(32, 32, 8, 2, 2, False, 8, 32, 16, 8, 1),),
-        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 32, 16, 8, 1),),
+        (2, False): (Config(32, 32, 8, 2, 2, False, 8, 16, 32, 2),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 32, 2),),
         **FP32,
     },
     "gfx942": {
-        (2, False): (Config(32, 32, 4, 1, 1, False, 4, 64, 32, 4, 1),),
-        (2, True): (Config(32, 32, 4, 1, 1, False, 4, 64, 32, 4, 1),),
+        (2, False): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2),),
+        (2, True): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2),),
         **FP32,
     },
 }
@@ -274,12 +271,12 @@ def make_plan(
         "gradients": Launch(
             gradients_kernel, slots * H * NK,
             (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
-             config.gradient_stages, q.dtype == torch.float32, ANEW),
-            num_warps=config.gradient_warps, num_stages=config.gradient_stages,
+             q.dtype == torch.float32),
+            num_warps=config.gradient_warps, num_stages=1,
         ),
         "finish": Launch(
             finish_kernel, slots * HV,
-            (*sizes, g_, b_, H, HV, C, NK, min(config.BK, config.block), packed, use_qk_l2norm, *gates[:-1]),
+            (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1]),
             num_warps=2,
         ),
     }  # fmt: skip
@@ -299,7 +296,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config)
         "dS": ((HV, slots, VP, KP), q.dtype),
         "E": ((HV, slots, C, VP), q.dtype),
         "lengths": ((H, slots, 2, C), single),
-        "sums": ((NK, HV, slots, 7 * C + min(config.BK, config.block)), single),
+        "sums": ((NK, HV, slots, 5 * C + config.BK), single),
         "dq": (q.shape, q.dtype),
         "dk": (k.shape, q.dtype),
         "dv": (v.shape, v.dtype),
@@ -352,19 +349,18 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
         _target(f"adjoints/{name}", adjoints_kernel, dtype, {**scan, "STAGES": config.stages_back}, **adjoints),
     ]
     blocks = {
-        **scan, "BK": config.BK, "BV": config.block, "KP": K, "STAGES": config.gradient_stages, "NORM": False,
-        "EXACT": dtype == "fp32", "ANEW": ANEW,
+        **scan, "BK": config.BK, "BV": config.block, "KP": K, "NORM": False, "EXACT": dtype == "fp32",
     }  # fmt: skip
     # In chunks of 64 some ten registers of what all heads share lie in memory (many more before Triton 3.5), and are
     # read once a head; shorter chunks spill nothing, but move twice the states.
-    how = {"num_warps": config.gradient_warps, "num_stages": config.gradient_stages, "hot": hot}
+    how = {"num_warps": config.gradient_warps, "num_stages": 1, "hot": hot}
     name = f"{where}/BK{config.BK}/BV{config.block}"
     if config == first or config[-4:] != first[-4:]:  # BK and what follows it
         targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
     if config != first:
         return targets
     targets.append(_target(f"gradients/{name}/norm", gradients_kernel, dtype, {**blocks, "NORM": True}, **how))
-    sums = {**scan, "NK": -(-K // config.BK), "W": min(config.BK, config.block)}
+    sums = {**scan, "NK": -(-K // config.BK), "BK": config.BK}
     targets.append(_target(f"finish/{where}", finish_kernel, dtype, sums, num_warps=2, hot=hot))
     for last in (False, True):
         name = f"lengths/{where}" + "/last" * last
