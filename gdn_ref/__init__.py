@@ -11,6 +11,7 @@ from .ops import (
     BackendNotice,
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
+    recompute_states,
     which_backend,
 )
 from .serving import gdn_decode, gdn_extend_chunkwise, gdn_extend_chunkwise_torch, gdn_rollback
@@ -32,6 +33,7 @@ __all__ = [
     "gdn_rollback",
     "l2norm",
     "prepare_chunk_indices",
+    "recompute_states",
     "recompute_w_u_fwd",
     "solve_tril",
     "which_backend",

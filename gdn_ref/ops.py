@@ -5,6 +5,8 @@ Names and keywords are those of flash-linear-attention, so that its users and tr
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import os
 import warnings
@@ -157,8 +159,9 @@ def chunk_gated_delta_rule(
     tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     options = (output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
-        if plan := _recall(tensors, scale, options):
-            if not _wants_gradient(tensors):
+        wanted = _wants_gradient(tensors)
+        if plan := _recall(tensors, scale, options, _keep() if wanted else None):
+            if not wanted:
                 return plan.run(*tensors)
             return FusedDeltaRule.apply(plan, q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
     return run(Call(
@@ -221,7 +224,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if chosen == "triton":
         options, tensors = call.options(), call.tensors()
         if _wants_gradient(tensors):
-            return FusedDeltaRule.apply(None, call.scale, options, *tensors)
+            return _differentiated(call.scale, options, tensors)
         return fused_forward(call.scale, options, tensors)
     with torch.autocast(call.q.device.type, enabled=False):
         inputs = rule_inputs(call, sizes)
@@ -271,16 +274,38 @@ def rule_inputs(call: Call, sizes: Sizes) -> RuleInputs:
     return RuleInputs(q, k, v, g, beta, state.to(dtype))
 
 
+@contextlib.contextmanager
+def recompute_states(on: bool = True):
+    """Within it, calls that will be differentiated keep nothing but their inputs: the Triton backward makes the states
+    before every chunk, and what else it needs of the forward, again. That saves 1 KB for each token and value head (at
+    K = V = 128 and 16 bits) from the forward to the backward, and costs a fifth of the backward's time. Within
+    recompute_states(False) they are kept, as they are outside of both, unless GDN_REF_RECOMPUTE=1 says otherwise.
+
+    The torch backend always keeps one state a chunk, and torch.utils.checkpoint works with either.
+    """
+    token = _RECOMPUTE.set(on)
+    try:
+        yield
+    finally:
+        _RECOMPUTE.reset(token)
+
+
+_RECOMPUTE = contextvars.ContextVar("recompute_states", default=os.environ.get("GDN_REF_RECOMPUTE") == "1")
+
+
 class FusedDeltaRule(torch.autograd.Function):
-    """The Triton kernels forward and backward. Between the two only the inputs are kept: what the backward pass needs
-    beyond them it makes again, which costs it a quarter of its time and no memory while the rest of a model runs."""
+    """The Triton kernels forward and backward."""
 
     @staticmethod
     def forward(ctx, plan, scale, options, *tensors):
-        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.options = scale, options
-        return fused_forward(scale, options, tensors) if plan is None else plan.run(*tensors)
+        ctx.scale, ctx.options, ctx.kept = scale, options, plan and plan.kept
+        if plan is None:  # no tokens
+            ctx.save_for_backward(*tensors, None)
+            return fused_forward(scale, options, tensors)
+        o, final, memory = plan.run_and_keep(*tensors)
+        ctx.save_for_backward(*tensors, memory)
+        return o, final
 
     @staticmethod
     def backward(ctx, do, dstate):
@@ -288,7 +313,26 @@ class FusedDeltaRule(torch.autograd.Function):
             raise RuntimeError(
                 "create_graph: found True, but the Triton kernels have no second derivative; backend='torch' has"
             )
-        return None, None, None, *fused_gradients(ctx.scale, ctx.options, ctx.saved_tensors, do, dstate)
+        *tensors, memory = ctx.saved_tensors
+        kept = ctx.kept and (ctx.kept, memory)
+        return None, None, None, *fused_gradients(ctx.scale, ctx.options, tensors, do, dstate, kept)
+
+
+def _differentiated(scale: float, options: tuple, tensors: tuple) -> tuple[Tensor, Tensor | None]:
+    """fused_forward, remembered for the backward pass."""
+    q, cu_seqlens, plan = tensors[0], tensors[7], None
+    if _kernels().has_tokens(q, cu_seqlens):
+        plan = _kernels().plan_of(tensors, (scale, *options), _keep())
+    return FusedDeltaRule.apply(plan, scale, options, *tensors)
+
+
+def _keep():
+    """What tells the forward pass how the backward pass would have what is kept; None where nothing is to be."""
+    if _RECOMPUTE.get():
+        return None
+    from .kernels.launch_backward import wanted
+
+    return wanted
 
 
 def fused_forward(scale: float, options: tuple, tensors: tuple) -> tuple[Tensor, Tensor | None]:
@@ -297,12 +341,15 @@ def fused_forward(scale: float, options: tuple, tensors: tuple) -> tuple[Tensor,
     return _kernels().chunk_forward(*leading, **named, output_final_state=options[0])
 
 
-def fused_gradients(scale: float, options: tuple, tensors: tuple, do: Tensor | None, dstate: Tensor | None) -> tuple:
-    """Gradients by the Triton kernels, in the order of tensors; None for what is None, and for boundaries."""
-    from .kernels.launch_backward import chunk_backward
+def fused_gradients(
+    scale: float, options: tuple, tensors: tuple, do: Tensor | None, dstate: Tensor | None, kept: tuple | None = None
+) -> tuple:
+    """Gradients by the Triton kernels, in the order of tensors; None for what is None, and for boundaries. kept: what
+    the forward plan kept, and the memory that it lies in."""
+    from .kernels.launch_backward import Kept, chunk_backward
 
     leading, named = _for_kernels(scale, options, tensors)
-    *found, dinitial = chunk_backward(*leading, do, dstate, **named)
+    *found, dinitial = chunk_backward(*leading, do, dstate, **named, saved=kept and Kept(*kept))
     return *found, None, dinitial
 
 
@@ -318,7 +365,7 @@ def _wants_gradient(tensors: tuple) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _recall(tensors: tuple, scale: float | None, options: tuple):
+def _recall(tensors: tuple, scale: float | None, options: tuple, keep):
     """The plan of an earlier call of this very kind, or None. Its arguments have passed their checks then, and to check
     them again would cost half as much processor time as the rest of the call."""
     q, cu_seqlens = tensors[0], tensors[7]
@@ -326,7 +373,8 @@ def _recall(tensors: tuple, scale: float | None, options: tuple):
         return None
     if (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
         return None  # boundaries that may be looked at are, for they may be new ones
-    return kernels.recall(kernels.kind_of_call(tensors, (q.shape[-1] ** -0.5 if scale is None else scale, *options)))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return kernels.recall(kernels.kind_of_call(tensors, (scale, *options, *((keep,) if keep else ()))))
 
 
 def fused_recurrent_gated_delta_rule(

@@ -45,6 +45,9 @@ TOLERATED_SPILLS = 16
 KNOWN_SPILLS = {
     ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 256, "3.9": 16},
     ("sm_90", "scan/bf16/K128/C64/BV64/segmented"): {"3.4": 8, "3.9": 160},
+    ("sm_90", "scan/bf16/K128/C64/BV64/segmented/keep"): {"3.4": 16, "3.6": 48, "3.9": 140},
+    ("sm_90", "adjoints/bf16/K128/C64/BV64/kept"): {"3.4": 200},
+    ("sm_90", "adjoints/bf16/K128/C64/BV128/kept"): {"3.4": 16},
     ("sm_80", "prepare/bf16/K128/C64/packed/norm"): {"3.9": 48},  # it has no loop over chunks
     ("gfx942", "scan/bf16/K128/C64/BV32/packed"): {"3.4": 32},
     ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 32},

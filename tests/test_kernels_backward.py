@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed, so its kernels ar
 
 from test_kernels_forward import BOUNDS, DEVICE, GPU, HALF, Waits, among_nan, fits, for_this_card, on_gpu, to_device
 
+import gdn_ref
 from gdn_ref.kernels import launch, launch_backward
 
 GRADIENTS = ("d_q", "d_k", "d_v", "d_g", "d_beta", "d_A_log", "d_dt_bias", "d_initial_state")
@@ -328,6 +329,95 @@ def test_H02_every_configuration_forced(itemsize, K, config, lengths):
     x = h.make(T, 1, 2 if GPU else 1, K, 80, keys="correlated", decays="slow", lengths=lengths, dtype=dtype)
     with fits(config):
         check(x, config=for_this_card(config))
+
+
+# ---------------------------------------------------------------- what the forward keeps
+
+
+def keeping(x, cut, config=None, segments=None, raw=None):
+    """What the forward kernels keep of x, where the backward pass would have it cut so."""
+    x, options = to_device(x), (x["q"].shape[-1] ** -0.5, True, raw is not None, raw is not None, False, False)
+    raw = raw or {"A_log": None, "dt_bias": None}
+    given = (*(x[n] for n in ("q", "k", "v", "g", "beta")), *raw.values(), x.get("cu_seqlens"), x.get("initial_state"))
+    plan = launch.plan_of(given, options, lambda *_: cut, config, segments)
+    o, _, memory = plan.run_and_keep(*given)
+    return o, plan.kept and launch_backward.Kept(plan.kept, memory)
+
+
+def alike():
+    """(bytes an element, forward's configuration, backward's) of those that cut alike."""
+    for arch in ("sm_90", "some other card"):
+        for itemsize in (2, 4):
+            both = (module.configs_for(arch, itemsize, 64) for module in (launch, launch_backward))
+            for one, other in zip(*both, strict=True):
+                if one.C == other.C:
+                    yield pytest.param(itemsize, one, other, id=f"{arch}-{itemsize}-BV{one.BV}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize("lengths", [None, [45, 0, 1, 34]], ids=["plain", "packed"])
+@pytest.mark.parametrize("itemsize, config, backwards", list(alike()))
+def test_gradients_from_what_the_forward_keeps(itemsize, config, backwards, lengths):
+    x = h.make(80, 1, 2, 64, 120, keys="correlated", lengths=lengths, dtype=HALF if itemsize == 2 else torch.float32)
+    config, backwards = for_this_card(config), for_this_card(backwards)
+    with fits(backwards):
+        o, kept = keeping(x, (config.C, 128), config)
+        assert kept.cut() == (config.C, 128)
+        check(x, config=backwards, saved=kept)
+    assert torch.equal(o, launch.chunk_forward(**for_the_launcher(x), config=config)[0])
+
+
+def for_the_launcher(x):
+    return to_device(x) | {"scale": x["q"].shape[-1] ** -0.5, "output_final_state": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "bf16"])
+def test_segments_and_second_passes_keep_too(dtype):
+    """Huge values make the second pass do all of it again, with sizes taken out."""
+    config = for_this_card((launch.configs_for("sm_90", 2, 64) if dtype == HALF else launch.FP32[4, False])[0])
+    backwards = (launch_backward.configs_for("sm_90", 2, 64) if dtype == HALF else launch_backward.FP32[4, False])[0]
+    x = h.make(300 if dtype == HALF else 70, 1, 1, 64, 128, decays="slow", dtype=dtype)
+    x["v"], x["initial_state"] = x["v"] * 2**20, x["initial_state"] * 2**20
+    with fits(backwards):
+        _, kept = keeping(x, (config.C, 128), config, segments=1 if dtype != HALF else 2)
+        check(x, config=for_this_card(backwards), saved=kept)
+
+
+def test_what_is_kept_in_another_cut_is_made_again():
+    x = h.make(40, 1, 1, 32, 16)
+    config = launch.FP32[4, False][0]
+    assert keeping(x, (32, 16), config)[1] is None
+    _, kept = keeping(x, (16, 16), config)
+    for tensor in kept.work.tensors(kept.memory).values():
+        tensor.fill_(float("nan"))
+    other = launch_backward.FP32[4, False][0]._replace(C=32)
+    check(x, config=for_this_card(other), saved=kept)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_recompute_states_is_a_switch(norm, monkeypatch):
+    """The same gradients; what was kept is dropped after use."""
+    x = to_device(h.make(50, 1, 2, 16, 16, dtype=torch.float32))
+    names, launched, found = ("q", "k", "v", "g", "beta", "initial_state"), [], {}
+    original = launch.Launch.__call__
+
+    def listening(self, *tensors, **options):
+        launched.append(self.kernel.__name__)
+        return original(self, *tensors, **options)
+
+    monkeypatch.setattr(launch.Launch, "__call__", listening)
+    for again in (True, False, True, False):
+        leaves = {n: x[n].clone().requires_grad_() for n in names}
+        launched.clear()
+        with gdn_ref.recompute_states(again):
+            o, state = gdn_ref.chunk_gated_delta_rule(
+                **leaves, output_final_state=True, use_qk_l2norm_in_kernel=norm, backend="triton"
+            )  # fmt: skip
+        (o.square().sum() + state.square().sum()).backward()
+        assert ("states_kernel" in launched) == again
+        found[again] = {n: t.grad for n, t in leaves.items()}
+        with pytest.raises(RuntimeError, match="second time"):
+            o.sum().backward()
+    h.assert_close(found[False], {n: t.double() for n, t in found[True].items()}, 1e-6)
 
 
 def test_H04_unknown_cards_get_safe_configurations():

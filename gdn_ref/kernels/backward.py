@@ -82,7 +82,7 @@ def read_columns(x, column, stride, rows, width, BR: tl.constexpr, BC: tl.conste
 
 @triton.jit(do_not_specialize=["T", "slots"])
 def states_kernel(
-    k, v, A, factors, initial, S, E, cu_seqlens,
+    k, v, tiles, factors, initial, S, E, cu_seqlens,
     T, slots, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -103,7 +103,7 @@ def states_kernel(
     width = V - iv * BV
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, L, width, C, BV, TMA)
-    m_A = rows_of(A + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
     m_S = rows_of(S + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
     m_E = rows_of(E + base * C * VP + iv * BV, VP, NT * C, BV, C, BV, TMA)
     row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
@@ -151,7 +151,7 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
 
 @triton.jit(do_not_specialize=["T", "slots"])
 def adjoints_kernel(
-    q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu_seqlens,
+    q, k, do, tiles, factors, dfinal, dS, dv, dinitial, cu_seqlens,
     T, slots, q_stride, k_stride, final_n, final_h, final_v, final_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
@@ -175,8 +175,8 @@ def adjoints_kernel(
     m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
     m_do = rows_of(do + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
     m_dv = rows_of(dv + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
-    m_A = rows_of(A + base * (C * C), C, NT * C, C, C, C, TMA)
-    m_P = rows_of(P + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
+    m_P = rows_of(tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C), C, NT * C, C, C, C, TMA)
     m_dS = rows_of(dS + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
     row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
     inside = (row_v < V)[:, None] & (row_k < K)[None, :]
@@ -202,6 +202,7 @@ def adjoints_kernel(
         end = tl.load(p_factors + END * C)
         # compute and store
         write_tile(m_dS, chunk * VP, BK, NT * VP, BK, b_dS, BV, BK, TMA)
+        b_A, b_P = b_A.to(b_k.dtype), b_P.to(b_k.dtype)  # what the forward has kept is float16 for bfloat16
         b_dS, b_dv = step_back(b_dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end)
         write_tile(m_dv, row, HV * V, L, width, tl.trans(b_dv.to(dv.dtype.element_ty)), C, BV, TMA)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -145,22 +146,21 @@ if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor")
 
 
 class Launch:
-    """One kernel with all but its tensors fixed; called through Triton once, from then on directly, with addresses and
-    on a stream that is asked for once a call: then nobody looks at the tensors again."""
+    """One kernel with all but its tensors fixed; called with them through Triton once, from then on directly, with
+    addresses, on a stream that is asked for once a call: then nobody looks at the tensors again."""
 
     def __init__(self, kernel, programs: int, constants: tuple, **options):
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
         self.run = None
 
     def __call__(self, *tensors: Tensor | int | None, stream: int | None = None) -> None:
-        """Tensors or their addresses; the first time tensors."""
+        """Tensors the first time, and where kernels are interpreted; addresses from then on."""
         if self.run is None:
             compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
             if hasattr(compiled, "asm"):  # not where kernels are interpreted
                 self.run = compiled[self.grid]
         else:
-            addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-            self.run(*addresses, *self.constants, stream=stream)
+            self.run(*tensors, *self.constants, stream=stream)
 
 
 class Scratch:
@@ -176,22 +176,56 @@ class Scratch:
         return self.address
 
 
+def _scratch(size: int, alignment: int, stream) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+class Work:
+    """What a call needs on the way, in one allocation: parts by name, each from a multiple of 128 bytes on."""
+
+    def __init__(self, parts: dict):
+        """parts: {name: (shape, dtype)}."""
+        self.parts, self.size = {}, 0  # {name: (bytes, shape, dtype)}
+        for name, (shape, dtype) in parts.items():
+            size = math.prod(shape) * dtype.itemsize
+            self.parts[name] = slice(self.size, self.size + size), shape, dtype
+            self.size += -(-size // 128) * 128
+
+    def shapes(self) -> dict:
+        return {name: (shape, dtype) for name, (_, shape, dtype) in self.parts.items()}
+
+    def allocate(self, device: torch.device) -> Tensor:
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def tensors(self, memory: Tensor) -> dict[str, Tensor]:
+        return {name: memory[there].view(dtype).view(shape) for name, (there, shape, dtype) in self.parts.items()}
+
+    def addresses(self, memory: Tensor) -> dict[str, int]:
+        first = memory.data_ptr()
+        return {name: first + there.start for name, (there, _, _) in self.parts.items()}
+
+    def scratch(self, memory: Tensor) -> Scratch:
+        """The part of that name, for set_allocator."""
+        there = self.parts["scratch"][0]
+        return Scratch(memory.data_ptr() + there.start, there.stop - there.start)
+
+
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
-    def __init__(self, launches: tuple, work: dict, results: dict, device, tma: bool, to_arrange: bool, out):
+    def __init__(self, launches, work: Work, kept: Work | None, results: dict, device, tma: bool, to_arrange, out):
         self.decay, self.prepare, self.segment, self.scan, self.rescan = launches
+        self.work, self.kept = work, kept  # kept is not part of work, but the caller's, if there is any
         self.results = results  # shape and dtype by name of what the caller gets: "o" and perhaps "final"
         self.device, self.tma, self.to_arrange = device, tma, to_arrange
         self.out = out  # the dtype of o that the caller gets
-        self.work, self.size = {}, 0  # what is needed on the way is one allocation: bytes, shape and dtype by name
-        for name, (shape, dtype) in work.items():
-            size = math.prod(shape) * dtype.itemsize
-            self.work[name] = slice(self.size, self.size + size), shape, dtype
-            self.size += -(-size // 128) * 128
 
-    def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial) -> tuple[Tensor, Tensor | None]:
+    def run(self, *inputs) -> tuple[Tensor, Tensor | None]:
         """Outputs [B,T,HV,V] and the final states or None, from the inputs of chunk_forward as they came."""
+        return self.run_and_keep(*inputs)[:2]
+
+    def run_and_keep(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
+        """The same, and the memory that the parts of self.kept lie in, or None."""
         if self.to_arrange:
             q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
         inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
@@ -201,37 +235,38 @@ class Plan:
             return self._launch(*inputs)
 
     def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
-        work = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        work, kept = self.work.allocate(self.device), self.kept and self.kept.allocate(self.device)
         o, *final = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results.values())
         final, stream = (final[0] if final else None), None  # the stream that is current, if nobody says
         ready = self.scan.run is not None
-        if not ready:
-            parts = {name: work[there].view(dtype).view(shape) for name, (there, shape, dtype) in self.work.items()}
-        else:
-            first, stream = work.data_ptr(), torch.cuda.current_stream(self.device).cuda_stream
-            parts = {name: first + there.start for name, (there, _, _) in self.work.items()}
-            q, k, v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        tiles, factors, R, B, forgets, done = map(parts.get, ("tiles", "factors", "R", "B", "forgets", "done"))
+        parts = self.work.addresses(work) if ready else self.work.tensors(work)
+        if self.kept:
+            parts |= self.kept.addresses(kept) if ready else self.kept.tensors(kept)
+        results = o, final  # which the addresses' names hide below
+        if ready:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            given = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, o, final)
+            addresses = [x if x is None else x.data_ptr() for x in given]
+            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, o, final = addresses
+        tiles, factors, R, B, forgets, done, S, E = map(
+            parts.get, ("tiles", "factors", "R", "B", "forgets", "done", "S", "E")
+        )
         if self.tma:
-            there = self.work["scratch"][0]
-            triton.set_allocator(Scratch(first + there.start, there.stop - there.start) if ready else _scratch)
+            triton.set_allocator(self.work.scratch(work) if ready else _scratch)
         self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors, stream=stream)
         self.prepare(q, k, cu_seqlens, tiles, factors, o, stream=stream)
         if self.segment is not None:
             self.segment(k, v, tiles, factors, R, B, forgets, stream=stream)
         for scan in (self.scan, self.rescan):
             if scan is not None:
-                scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, stream=stream)
+                scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, S, E, stream=stream)
         if self.tma:
             triton.set_allocator(_scratch)  # for whoever launches next
-        return (o if o.dtype == self.out else o.to(self.out)), final
+        o, final = results
+        return (o if o.dtype == self.out else o.to(self.out)), final, kept
 
 
 _plans: dict[tuple, Plan] = {}
-
-
-def _scratch(size: int, alignment: int, stream) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def kind_of_call(tensors: tuple, options: tuple) -> tuple:
@@ -306,18 +341,32 @@ def chunk_forward(
     Returns o [B,T,HV,V] in v's dtype and the final state in float32, or None. Where kernels are interpreted, bfloat16
     is widened to float32, since the interpreter multiplies it wrongly.
     """
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
-    if not q.shape[1] or not N:
+    if not has_tokens(q, cu_seqlens):
+        N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         return _nothing(q, v, initial_state, N, output_final_state, state_v_first)
     tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     options = (scale, output_final_state, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first)
-    kind = kind_of_call(tensors, (*options, config, segments) if config or segments else options)
+    return plan_of(tensors, options, None, config, segments).run(*tensors)
+
+
+def has_tokens(q: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether there is anything to launch: a token, and a sequence for it to belong to."""
+    return q.shape[1] > 0 and (len(q) if cu_seqlens is None else len(cu_seqlens) - 1) > 0
+
+
+def plan_of(tensors: tuple, options: tuple, keep: Callable | None = None, config=None, segments=None) -> Plan:
+    """The plan of a call with tokens: the tensors and options of chunk_forward, in the order that it has them.
+
+    keep: launch_backward.wanted, where what the backward pass can use is to be kept, or None.
+    """
+    how = tuple(x for x in (keep, config, segments) if x is not None)
+    kind = kind_of_call(tensors, (*options, *how))
     plan = _plans.get(kind)
     if plan is None:
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        plan = _plans[kind] = make_plan(*tensors, *options, config, segments)
-    return plan.run(*tensors)
+        plan = _plans[kind] = make_plan(*tensors, *options, keep, config, segments)
+    return plan
 
 
 def _nothing(q, v, initial_state, N, output_final_state, state_v_first):
@@ -355,11 +404,16 @@ def prepared(HV: int, slots: int, C: int, dtype: torch.dtype) -> dict:
     return {"tiles": ((2, HV, slots, C, C), dtype), "factors": ((HV, slots, FACTORS.value, C), torch.float32)}
 
 
+def states(HV: int, slots: int, C: int, BK: int, VP: int, dtype: torch.dtype) -> dict:
+    """Shape and dtype of the states before every chunk, and of its errors: see states_kernel."""
+    return {"S": ((HV, slots, VP, BK), dtype), "E": ((HV, slots, C, VP), dtype)}
+
+
 def make_plan(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, output_final_state, use_qk_l2norm, beta_is_raw,
-    allow_neg_eigval, state_v_first, config=None, segments=None,
+    allow_neg_eigval, state_v_first, keep=None, config=None, segments=None,
 ) -> Plan:  # fmt: skip
-    """The plan of a call: configuration, grids and every number that kernels are given. See chunk_forward."""
+    """The plan of a call: configuration, grids and every number that kernels are given. See plan_of."""
     out, given = v.dtype, (q, k, v, g, beta, cu_seqlens)
     q, k, v, g, beta, cu_seqlens = arranged = arrange(*given)
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
@@ -386,17 +440,20 @@ def make_plan(
     n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
     strides = (n, h, row, column) if state_v_first else (n, h, column, row)
     half = q.element_size() == 2
+    kept = keep and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)
     scan, rescan = (
         Launch(
             scan_kernel, N * HV * segments * NV,
             (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
-             state_v_first, segments > 1, tma, config.stages, one),
+             state_v_first, segments > 1, tma, config.stages, one, kept),
             **options,
         ) for one in ((1, 2) if half else (0, 0))
     )  # fmt: skip
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     fine, single = torch.float16 if half else torch.float32, torch.float32
-    work = prepared(HV, slots, C, fine)
+    work, for_backward = prepared(HV, slots, C, fine), None
+    if kept:
+        for_backward, work = Work(work | states(HV, slots, C, BK, NV * config.BV, q.dtype)), {}
     results = {"o": (v.shape, q.dtype)}
     if half:
         work["done"] = (N * HV * segments * NV,), torch.int32
@@ -414,7 +471,7 @@ def make_plan(
     if tma:
         work["scratch"] = (N * HV * segments * NV * SCRATCH_A_PROGRAM,), torch.uint8
     launches = (decay, prepare, segment, scan, rescan if half else None)
-    return Plan(launches, work, results, q.device, tma, to_arrange, out)
+    return Plan(launches, Work(work), for_backward, results, q.device, tma, to_arrange, out)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
@@ -436,13 +493,18 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     shape = {"H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K}
     scan = {
         **shape, "BV": config.BV, "HAS_INITIAL": True, "HAS_FINAL": True, "V_FIRST": True, "PACKED": True,
-        "SEGMENTED": False, "TMA": config.tma, "STAGES": config.stages, "PASS": 0 if dtype == "fp32" else 1,
+        "SEGMENTED": False, "KEEP": False, "TMA": config.tma, "STAGES": config.stages,
+        "PASS": 0 if dtype == "fp32" else 1,
     }  # fmt: skip
     options = {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
     name = f"{where}/BV{config.BV}"
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
     if dtype != "fp32":
         targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
+    if config.C == 64 and config.tma:  # where the backward pass is cut alike
+        keep = {**scan, "KEEP": True}
+        targets.append(_target(f"scan/{name}/packed/keep", scan_kernel, dtype, keep, **options))
+        targets.append(_target(f"scan/{name}/packed/keep/again", scan_kernel, dtype, {**keep, "PASS": 2}, **options))
     if not all_kernels:
         return targets
     prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
@@ -457,12 +519,16 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     if dtype != "fp32" and K <= 128:
         dense = {**scan, "PACKED": False, "SEGMENTED": True}
         targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
+        if config.C == 64 and config.tma:
+            kept = {**dense, "KEEP": True}
+            targets.append(_target(f"scan/{name}/segmented/keep", scan_kernel, dtype, kept, **options))
         targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
     return targets
 
 
 def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
-    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in ("q", "k", "v", "o", "R")}}
+    of_dtype = ("q", "k", "v", "o", "R", "kept_S", "kept_E")
+    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
     known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
     known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
     known |= {"forgets": "*i32", "done": "*i32"}

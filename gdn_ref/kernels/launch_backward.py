@@ -1,12 +1,12 @@
 """Fused backward on the host: configurations, memory, launches. The forward's twin is launch.py.
 
-Nothing of the forward is kept but its inputs, unless it was asked to: the chunks' tiles, states and errors are made
-again, which takes about a quarter of the backward's time and saves their memory between the two passes. In bytes, for a
-token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
+What of the forward it needs, the chunks' tiles, states and errors, it has from there, or makes again, which costs it
+about a fifth of its time and saves their memory between the two passes. In bytes, for a token and a value head at
+K = V = 128 and 16-bit inputs, in chunks of 64:
 
-    made here and dropped at its end   A and P 256, factors 20, S 512, dS 512, E 256, sums 43         1.6 KB
-    kept from the forward, if asked    of these A and P, factors, S, E                                1.0 KB
-    the inputs and gradients           q and k of a fourth of the heads 128, v, o and do 768, dv, dq, dk 384
+    of the forward, kept or made again      A and P 256, factors 32, S 512, E 256          1.0 KB
+    needed on the way                       dS 512, sums 48                                0.5 KB
+    inputs and gradients                    q and k of a fourth of the heads 128, v, o and do 768, dv, dq, dk 384
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .backward import (
     lengths_kernel,
     states_kernel,
 )
-from .launch import Device, Launch, arrange, can_copy, device_of, kind_of_call, power_of_two
+from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two
 from .targets import CompileTarget
 
 
@@ -109,72 +109,99 @@ def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences:
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
-    def __init__(self, prepare: Prepare, launches: dict, shapes: dict, device, tma: bool, dtypes: tuple):
-        self.prepare, self.launches = prepare, launches
-        self.shapes = shapes  # shape and dtype of what is allocated, by name
-        self.device, self.tma = device, tma
+    def __init__(self, launches, work: Work, results: dict, device, tma: bool, to_arrange: bool, dtypes: tuple):
+        self.launches, self.work = launches, work
+        self.results = results  # shape and dtype of what the caller gets, by name
+        self.device, self.tma, self.to_arrange = device, tma, to_arrange
         self.dtypes = dtypes  # of the gradients
 
     def run(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved):
         """The gradients of chunk_backward, from its inputs as they came."""
-        q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+        if self.to_arrange:
+            q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
         do = torch.zeros_like(v) if do is None else do.to(v.dtype).contiguous()
-        if self.device.type == "cpu":
-            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved)
+        given = {
+            "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
+            "initial": initial, "do": do, "dfinal": dfinal,
+        }  # fmt: skip
+        if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
+            return self._launch(given, saved)
         with torch.cuda.device(self.device):
-            return self._launch(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, saved)
+            return self._launch(given, saved)
 
-    def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu, initial, do, dfinal, saved):
-        call, empty = self._call, self._empty
+    def _launch(self, given: dict, saved: Kept | None):
+        memory = self.work.allocate(self.device)
+        made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
+        ready, stream = self.launches["gradients"].run is not None, None
+        parts = self.work.addresses(memory) if ready else self.work.tensors(memory)
+        if "states" not in self.launches:
+            parts |= saved.work.addresses(saved.memory) if ready else saved.work.tensors(saved.memory)
+        if ready:
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            given = {n: x if x is None else x.data_ptr() for n, x in given.items()}
         if self.tma:
-            triton.set_allocator(launch._scratch)
-        dv = empty("dv")
-        A, P, factors, S, E = (None,) * 5 if saved is None else saved
-        if A is None:
-            A, P, factors = self.prepare(q, k, g, beta, A_log, dt_bias, cu, dv)
-        if S is None:
-            S, E = empty("S"), empty("E")
-            call("states", k, v, A, factors, initial, S, E, cu)
-        dS, dinitial = empty("dS"), empty("dinitial")
-        call("adjoints", q, k, do, A, P, factors, dfinal, dS, dv, dinitial, cu)
-        lengths, dq, dk, sums = empty("lengths"), empty("dq"), empty("dk"), empty("sums")
-        call("lengths", q, k, lengths, dq, dk, cu)
-        call("gradients", q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu)
-        call("lengths_last", q, k, lengths, dq, dk, cu)
-        dg, dbeta, share = empty("dg"), empty("dbeta"), empty("share")
-        call("finish", g, beta, A_log, dt_bias, cu, factors, lengths, sums, dg, dbeta, share)
-        dA_log = None if share is None else share.sum((0, 1))
-        ddt_bias = None if dt_bias is None else dg.sum((0, 1))
+            triton.set_allocator(self.work.scratch(memory) if ready else launch._scratch)
+        known = given | {n: x.data_ptr() if ready else x for n, x in made.items()} | parts
+        for name, one in self.launches.items():
+            one(*map(known.get, ARGUMENTS[name]), stream=stream)
+        if self.tma:
+            triton.set_allocator(launch._scratch)  # for whoever launches next
+        dA_log = made["share"].sum((0, 1)) if "share" in made else None
+        ddt_bias = None if given["dt_bias"] is None else made["dg"].sum((0, 1))
+        dq, dk, dv, dg, dbeta, dinitial = map(made.get, ("dq", "dk", "dv", "dg", "dbeta", "dinitial"))
         found = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
-        return tuple(None if x is None else x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True))
-
-    def _call(self, name: str, *tensors: Tensor | None) -> None:
-        if name in self.launches:
-            self.launches[name](*tensors)
-
-    def _empty(self, name: str) -> Tensor | None:
-        if name not in self.shapes:
-            return None
-        shape, dtype = self.shapes[name]
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return tuple(
+            x if x is None or x.dtype == dtype else x.to(dtype) for x, dtype in zip(found, self.dtypes, strict=True)
+        )
 
 
-class Prepare:
-    """A, P and the factors of every chunk, by the forward's own kernels: all that is known here of how prep.py lays
-    them down. A and P are in the dtype of the products: gradients need not be as fine as the forward, which has float16
-    for bfloat16, and float16 would ask for the size to be taken out of all that meets it."""
+class Kept(NamedTuple):
+    """What a forward call kept for its backward."""
 
-    def __init__(self, sizes: tuple, shape: tuple, strides: tuple, scale, packed, norm, gates, dtype, config: Config):
-        given = sizes, shape, strides, scale, packed, norm, False, gates, config
-        self.decay, self.prepare = launch.preparing(*given)
-        self.shapes = launch.prepared(shape[1], sizes[2], config.C, dtype).values()
+    work: Work  # where its parts lie: tiles, factors, S, E
+    memory: Tensor
 
-    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, zeroed):
-        """(A, P, factors). zeroed [.., HV, V] gets 0 where tokens belong to no sequence."""
-        tiles, factors = (torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in self.shapes)
-        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors)
-        self.prepare(q, k, cu_seqlens, tiles, factors, zeroed)
-        return tiles[0], tiles[1], factors
+    def cut(self) -> tuple[int, int]:
+        """Tokens a chunk, and rows of a state filled up: see wanted."""
+        return self.work.parts["E"][1][2:]
+
+
+# What each launch takes before its numbers, in order.
+ARGUMENTS = {
+    "decay": ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors"),
+    "prepare": ("q", "k", "cu_seqlens", "tiles", "factors", "dv"),  # dv gets 0 where tokens belong to no sequence
+    "states": ("k", "v", "tiles", "factors", "initial", "S", "E", "cu_seqlens"),
+    "adjoints": ("q", "k", "do", "tiles", "factors", "dfinal", "dS", "dv", "dinitial", "cu_seqlens"),
+    "lengths": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
+    "gradients": (
+        "q", "k", "do", "dv", "factors", "lengths", "E", "S", "dS", "dq", "dk", "sums", "cu_seqlens",
+    ),
+    "lengths_last": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
+    "finish": (
+        "g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors", "lengths", "sums", "dg", "dbeta", "share",
+    ),
+}  # fmt: skip
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """How chunk_backward would have what a forward call keeps: tokens a chunk, and rows of a state filled up. The
+    inputs are those of the kernels."""
+    config, _, VP = _cut(q, k, v, v, cu_seqlens)
+    return config.C, VP
+
+
+def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config, bool, int]:
+    """Configuration of a call, whether the copy engine can take its rows, and V filled up to whole blocks."""
+    V, copied = v.shape[3], can_copy(q, k, v, do)
+    if config is None:
+        device = device_of(q.device)
+        heads = v.shape[2] * (len(q) if cu_seqlens is None else len(cu_seqlens) - 1)
+        config = choose_config(
+            device if copied else device.without_copies(), q.element_size(), q.shape[3], V, heads,
+            cu_seqlens is not None,
+        )  # fmt: skip
+    widest = max(config.BV, config.block)
+    return config, copied, -(-V // widest) * widest
 
 
 _plans: dict[tuple, Plan] = {}
@@ -198,30 +225,29 @@ def chunk_backward(
     allow_neg_eigval: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    saved: tuple | None = None,
+    saved: Kept | None = None,
     config: Config | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The fused backward pass. Arguments are those of launch.chunk_forward, and are not checked here either.
 
     do: [B,T,HV,V], dht: as the final state, float32; either may be None (0). Any strides, but do is copied where it is
-    not contiguous. saved: what the forward kept,
-    (A, P, factors, S, E), or None, which makes it again. config stands in for the one chosen by shape and device.
+    not contiguous. saved: what the forward pass kept, or None, which makes it again. config stands in for the one
+    chosen by shape and device.
 
     Returns (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial), each in the dtype of what it is the gradient of and
     None where that is. dg and dbeta belong to what was passed as g and beta: the raw gates, if they are raw. Sums are
     in float32 and in a fixed order, so that results repeat bitwise.
     """
-    N = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     given = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    if not q.shape[1] or not N:
+    if not launch.has_tokens(q, cu_seqlens):
         return _nothing(given, dht)
-    options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first)
-    kind = kind_of_call((*given, do, dht), (*options, config))
+    options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first, saved and saved.cut(), config)
+    kind = kind_of_call((*given, do, dht), options)
     plan = _plans.get(kind)
     if plan is None:
         if len(_plans) >= launch.MOST_PLANS:
             _plans.clear()
-        plan = _plans[kind] = make_plan(*given, do, dht, *options, config)
+        plan = _plans[kind] = make_plan(*given, do, dht, *options)
     return plan.run(*given, do, dht, saved)
 
 
@@ -236,67 +262,71 @@ def _nothing(given, dht):
 
 def make_plan(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, scale, use_qk_l2norm, beta_is_raw,
-    allow_neg_eigval, state_v_first, config=None,
+    allow_neg_eigval, state_v_first, kept=None, config=None,
 ) -> Plan:  # fmt: skip
-    """The plan of a call: configuration, grids and every number that kernels are given. See chunk_backward."""
+    """The plan of a call: configuration, grids and every number that kernels are given. See chunk_backward. What was
+    kept is of use if it is cut as is wanted here, which an upstream gradient at an odd address may change."""
     dtypes = tuple(None if x is None else x.dtype for x in (q, k, v, g, beta, A_log, dt_bias, initial))
-    q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
+    given = (q, k, v, g, beta, cu_seqlens)
+    q, k, v, g, beta, cu_seqlens = arranged = arrange(*given)
+    to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
     shape, packed = (*q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3]), cu_seqlens is not None
-    (B, T), (H, HV, K, V) = q.shape[:2], shape
+    (B, T), (H, HV, K, _) = q.shape[:2], shape
     N = len(cu_seqlens) - 1 if packed else B
     do = v if do is None else do.to(v.dtype).contiguous()
-    device, copied = device_of(q.device), can_copy(q, k, v, do)
-    if config is None:
-        config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
-    C, BV, KP, tma = config.C, config.BV, power_of_two(K), config.tma and copied
-    slots, widest = T // C + N + 1 if packed else B * -(-T // C), max(BV, config.block)
-    NK, VP = -(-K // config.BK), -(-V // widest) * widest
+    config, copied, VP = _cut(q, k, v, do, cu_seqlens, config)
+    C, BV, KP, tma, NK = config.C, config.BV, power_of_two(K), config.tma and copied, -(-K // config.BK)
+    kept = kept == (C, VP)
+    slots = T // C + N + 1 if packed else B * -(-T // C)
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
     gates = launch.gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval)
-    sizes = (T, N, slots)
-    prepare = Prepare(sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, gates, q.dtype, config)
-    scan = (*shape, C, KP, BV, VP, packed)
-    launches = {
-        "states": Launch(
+    sizes, scan, launches = (T, N, slots), (*shape, C, KP, BV, VP, packed), {}
+    if not kept:
+        given = sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, False, gates, config
+        launches["decay"], launches["prepare"] = launch.preparing(*given)
+        launches["states"] = Launch(
             states_kernel, N * HV * (VP // BV),
             (T, slots, k_, v_, *_strides(initial, state_v_first), *scan, initial is not None, tma, config.stages),
             num_warps=config.warps, num_stages=config.stages,
-        ),
-        "adjoints": Launch(
-            adjoints_kernel, N * HV * (VP // BV),
-            (T, slots, q_, k_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
-             state_v_first, tma, config.stages_back),
-            num_warps=config.warps, num_stages=config.stages_back,
-        ),
-        "gradients": Launch(
-            gradients_kernel, slots * H * NK,
-            (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
-             q.dtype == torch.float32),
-            num_warps=config.gradient_warps, num_stages=1,
-        ),
-        "finish": Launch(
-            finish_kernel, slots * HV,
-            (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1]),
-            num_warps=2,
-        ),
-    }  # fmt: skip
+        )  # fmt: skip
+    launches["adjoints"] = Launch(
+        adjoints_kernel, N * HV * (VP // BV),
+        (T, slots, q_, k_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
+         state_v_first, tma, config.stages_back),
+        num_warps=config.warps, num_stages=config.stages_back,
+    )  # fmt: skip
+    lengths = (*sizes, q_, k_, H, K, C, KP, packed)
     if use_qk_l2norm:
-        for name in ("lengths", "lengths_last")[: min(NK, 2)]:
-            constants = (*sizes, q_, k_, H, K, C, KP, packed, name == "lengths_last")
-            launches[name] = Launch(lengths_kernel, slots * H, constants, num_warps=8)
-    shapes = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config)
-    return Plan(prepare, launches, shapes, q.device, tma, dtypes)
+        launches["lengths"] = Launch(lengths_kernel, slots * H, (*lengths, False), num_warps=8)
+    launches["gradients"] = Launch(
+        gradients_kernel, slots * H * NK,
+        (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
+         q.dtype == torch.float32),
+        num_warps=config.gradient_warps, num_stages=1,
+    )  # fmt: skip
+    if use_qk_l2norm and NK > 1:
+        launches["lengths_last"] = Launch(lengths_kernel, slots * H, (*lengths, True), num_warps=8)
+    numbers = (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1])
+    launches["finish"] = Launch(finish_kernel, slots * HV, numbers, num_warps=2)
+    work, results = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config, kept)
+    if tma:
+        programs = max(one.grid[0] for one in launches.values())
+        work["scratch"] = (programs * launch.SCRATCH_A_PROGRAM,), torch.uint8
+    return Plan(launches, Work(work), results, q.device, tma, to_arrange, dtypes)
 
 
-def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config) -> dict:
-    """Shape and dtype of all that a call allocates besides A, P and their factors."""
+def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config, kept: bool) -> tuple[dict, dict]:
+    """Shape and dtype by name of what a call needs on the way, and of what it returns. A and P are in the dtype of the
+    products here: gradients need not be as fine as the forward, which has float16 for bfloat16."""
     (H, HV), C, single = (q.shape[2], v.shape[2]), config.C, torch.float32
-    return {
-        "S": ((HV, slots, VP, KP), q.dtype),
-        "dS": ((HV, slots, VP, KP), q.dtype),
-        "E": ((HV, slots, C, VP), q.dtype),
+    states = launch.states(HV, slots, C, KP, VP, q.dtype)
+    work = {} if kept else launch.prepared(HV, slots, C, q.dtype) | states
+    work |= {
+        "dS": states["S"],
         "lengths": ((H, slots, 2, C), single),
         "sums": ((NK, HV, slots, 5 * C + config.BK), single),
+    }
+    results = {
         "dq": (q.shape, q.dtype),
         "dk": (k.shape, q.dtype),
         "dv": (v.shape, v.dtype),
@@ -305,6 +335,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config)
         **({} if beta is None else {"dbeta": (beta.shape, beta.dtype)}),
         **({} if A_log is None else {"share": (g.shape, single)}),
     }
+    return work, results
 
 
 def _strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
@@ -348,14 +379,13 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
         _target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states),
         _target(f"adjoints/{name}", adjoints_kernel, dtype, {**scan, "STAGES": config.stages_back}, **adjoints),
     ]
-    blocks = {
-        **scan, "BK": config.BK, "BV": config.block, "KP": K, "NORM": False, "EXACT": dtype == "fp32",
-    }  # fmt: skip
-    # In chunks of 64 some ten registers of what all heads share lie in memory (many more before Triton 3.5), and are
-    # read once a head; shorter chunks spill nothing, but move twice the states.
+    if config.C == 64 and config.tma:  # where the forward pass is cut alike, and keeps float16
+        back = {**scan, "STAGES": config.stages_back}
+        targets.append(_target(f"adjoints/{name}/kept", adjoints_kernel, dtype, back, "fp16", **adjoints))
+    blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K, "NORM": False, "EXACT": dtype == "fp32"}
     how = {"num_warps": config.gradient_warps, "num_stages": 1, "hot": hot}
     name = f"{where}/BK{config.BK}/BV{config.block}"
-    if config == first or config[-4:] != first[-4:]:  # BK and what follows it
+    if config == first or config[-3:] != first[-3:]:  # BK and what follows it
         targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
     if config != first:
         return targets
@@ -368,11 +398,11 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
     return targets
 
 
-def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "A", "P", "S", "E", "dS")
+def _target(name: str, kernel, dtype: str, constants: dict, tiles: str | None = None, **options) -> CompileTarget:
+    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS")
     singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
-    known |= {x: "*fp32" for x in (*singles, "dg", "dbeta", "share")}
+    known |= {x: "*fp32" for x in (*singles, "dg", "dbeta", "share")} | {"tiles": f"*{tiles or dtype}"}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))

@@ -78,15 +78,17 @@ def step(S, b_k, b_v, b_A, read, write, end, SCALED: tl.constexpr = True):
 
 @triton.jit
 def carry(
-    S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, o_stride,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
+    S, m_q, m_k, m_v, m_o, m_A, m_P, m_S, m_E, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride,
+    o_stride, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The state S^T [BV, BK] carried from chunk `first` to before chunk `last`; writes their outputs."""
+    """The state S^T [BV, BK] carried from chunk `first` to before chunk `last`; writes their outputs, and to KEEP, for
+    the backward pass, the state before every chunk and its errors."""
     i = tl.arange(0, C)
     for chunk in tl.range(first, last, num_stages=STAGES):
         # load; neighbours that feed products alone share one arrival of the copy engine
         row = chunk * C
+        row_S = chunk * VP
         b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
         b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
@@ -98,7 +100,11 @@ def carry(
         end = tl.load(p_chunk + END * C)
         # compute
         b_S = S.to(b_k.dtype)
+        if KEEP:
+            write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
         S, E, size = step(S, b_k, b_v, b_A, read, write, end, SCALED)
+        if KEEP:
+            write_tile(m_E, row, VP, NT * C, BV, tl.trans((E * size).to(b_k.dtype)), C, BV, TMA)
         O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
         O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (size * score[None, :])  # (5.5)
         # store
@@ -146,19 +152,22 @@ def state_before(
 
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def scan_kernel(
-    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done,
+    q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, kept_S, kept_E,
     T, slots, segments, length, q_stride, k_stride, v_stride, initial_n, initial_h, initial_v, initial_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, PACKED: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, V_FIRST: tl.constexpr,
     SEGMENTED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PASS: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """BV columns of V of one value head of one sequence, or of one of its segments, chunk after chunk.
 
     q, k, v: token rows; tiles, factors: see prep.py; initial: a state in any layout; R, B, forgets: see segment_kernel.
     Writes o [.., HV, V] and final [N, HV, V, K], or [N, HV, K, V] unless V_FIRST. PASS: 0 where float32 holds
-    everything; 1 writes into done, one number a program, whether float16 did; 2 does what is not done.
+    everything; 1 writes into done, one number a program, whether float16 did; 2 does what is not done. With KEEP also
+    what states_kernel in backward.py makes, kept_S and kept_E.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    VP: tl.constexpr = NV * BV
     pid = tl.program_id(0)
     if PASS == 2:
         if tl.load(done + pid) != 0:
@@ -179,6 +188,11 @@ def scan_kernel(
     m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
     m_P = rows_of(tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C), C, NT * C, C, C, C, TMA)
 
+    m_S, m_E = kept_S, kept_E
+    if KEEP:
+        m_S = rows_of(kept_S + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
+        m_E = rows_of(kept_E + base * C * VP + iv * BV, VP, NT * C, BV, C, BV, TMA)
+
     first, last, maps = 0, NT, segments * HV
     m_R = R
     if HAS_INITIAL:
@@ -187,16 +201,16 @@ def scan_kernel(
         first = segment * length
         last = tl.minimum(first + length, NT)
         m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
-        B += n.to(tl.int64) * maps * (NV * BV * BK)
+        B += n.to(tl.int64) * maps * (VP * BK)
         forgets += n.to(tl.int64) * maps
 
     S = state_before(
         initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV,
-        K, BK, BV, NV * BV, HAS_INITIAL, SEGMENTED, TMA,
+        K, BK, BV, VP, HAS_INITIAL, SEGMENTED, TMA,
     )  # fmt: skip
     S = carry(
-        S, m_q, m_k, m_v, m_o, m_A, m_P, factors, base, first, last, L, width, NT, q_stride, k_stride, v_stride, HV * V,
-        K, C, BK, BV, TMA, STAGES, PASS == 2,
+        S, m_q, m_k, m_v, m_o, m_A, m_P, m_S, m_E, factors, base, first, last, L, width, NT, q_stride, k_stride,
+        v_stride, HV * V, K, C, BK, BV, VP, TMA, STAGES, PASS == 2, KEEP,
     )  # fmt: skip
     if PASS == 1:
         total = tl.sum(tl.sum(tl.abs(S), 1), 0)  # NaN and infinity stay what they are
