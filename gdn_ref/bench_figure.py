@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from .bench_record import LABELS, OURS, by_case, parse_shape
 from .notebook import PALETTE, STYLE
 
-COLOURS = dict(gdn_ref="blue", gdn_ref_saved="sky", fla="vermilion", flash_qla="orange", flashinfer="green",
+COLOURS = dict(gdn_ref="blue", gdn_ref_recompute="sky", fla="vermilion", flash_qla="orange", flashinfer="green",
                transformers="purple")  # fmt: skip
-MARKERS = dict(gdn_ref="o", gdn_ref_saved="P", fla="s", flash_qla="D", flashinfer="^", transformers="v")
+MARKERS = dict(gdn_ref="o", gdn_ref_recompute="P", fla="s", flash_qla="D", flashinfer="^", transformers="v")
 
 
 def draw(document: dict) -> Figure:
@@ -76,7 +76,7 @@ def _draw_points(ax, shapes: dict, document: dict, field: str, unit: float = 1) 
         timed = [(rows[name][field] * unit, n) for n, rows in enumerate(shapes.values()) if field in rows.get(name, {})]
         if timed:
             colour, order = PALETTE[COLOURS[name]], 3 if name in OURS else 2
-            label = f"gdn_ref, {LABELS[name]}" if name == "gdn_ref_saved" else f"{LABELS[name]} {version}"
+            label = f"gdn_ref, {LABELS[name]}" if name == "gdn_ref_recompute" else f"{LABELS[name]} {version}"
             ax.plot(*zip(*timed, strict=True), MARKERS[name], color=colour, zorder=order, label=label)
     ax.set_yticks(range(len(shapes)), list(shapes))
     ax.invert_yaxis()

@@ -119,6 +119,19 @@ def ours_training(x: Training) -> Call:
     return forward_and_backward(x, lambda *t: chunk_gated_delta_rule(*t[:5], cu_seqlens=t[5])[0])
 
 
+def ours_training_again(x: Training) -> Call:
+    """The same, but nothing is kept between the two passes."""
+    from .ops import recompute_states
+
+    call = ours_training(x)
+
+    def run():
+        with recompute_states():
+            return call.run()
+
+    return Call(run, tuple)
+
+
 # ---- peers -----------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +250,8 @@ IMPLEMENTATIONS = {
     i.name: i
     for i in (
         Implementation("gdn_ref", "gdn_ref", "gdn_ref", ours_forward, ours_decode, ours_training),
+        Implementation("gdn_ref_recompute", "gdn_ref", "gdn_ref", ours_forward, ours_decode, ours_training_again,
+                       ops=("fwdbwd",)),
         Implementation("fla", "fla-core", "fla", fla_forward, fla_decode, fla_training, compiles="heads"),
         Implementation("flash_qla", "flash-qla", "flash_qla", flash_qla_forward, flash_qla_decode, flash_qla_training,
                        compiles="shape"),

@@ -160,7 +160,7 @@ def chunk_gated_delta_rule(
     options = (output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
         wanted = _wants_gradient(tensors)
-        if plan := _recall(tensors, scale, options, _keep() if wanted else None):
+        if plan := _recall(tensors, scale, options, wanted):
             if not wanted:
                 return plan.run(*tensors)
             return FusedDeltaRule.apply(plan, q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
@@ -365,7 +365,7 @@ def _wants_gradient(tensors: tuple) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _recall(tensors: tuple, scale: float | None, options: tuple, keep):
+def _recall(tensors: tuple, scale: float | None, options: tuple, differentiated: bool):
     """The plan of an earlier call of this very kind, or None. Its arguments have passed their checks then, and to check
     them again would cost half as much processor time as the rest of the call."""
     q, cu_seqlens = tensors[0], tensors[7]
@@ -374,6 +374,7 @@ def _recall(tensors: tuple, scale: float | None, options: tuple, keep):
     if (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
         return None  # boundaries that may be looked at are, for they may be new ones
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keep = _keep() if differentiated else None
     return kernels.recall(kernels.kind_of_call(tensors, (scale, *options, *((keep,) if keep else ()))))
 
 
