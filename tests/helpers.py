@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import mmap
 import weakref
 import zlib
 
@@ -447,6 +448,15 @@ class PeakMemory(TorchDispatchMode):
     def _drop(self, key, size):
         self.known.discard(key)
         self.live -= size
+
+
+def untouched_memory(count, dtype):
+    """So many numbers as a tensor, whose pages do not exist before somebody touches them: for offsets beyond 2^31."""
+    size = count * torch.empty(0, dtype=dtype).element_size()
+    never_counted = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has the name since 3.12 alone
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | never_counted), dtype=dtype
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,19 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
 
-from test_kernels_forward import BOUNDS, DEVICE, GPU, HALF, Waits, among_nan, fits, for_this_card, on_gpu, to_device
+from test_kernels_forward import (
+    BOUNDS,
+    DEVICE,
+    GPU,
+    HALF,
+    Waits,
+    among_nan,
+    far_apart,
+    fits,
+    for_this_card,
+    on_gpu,
+    to_device,
+)
 
 import gdn_ref
 from gdn_ref.kernels import launch, launch_backward
@@ -481,3 +493,31 @@ def test_captured_in_a_graph(packed):
     expected = h.reference(other)
     found = {n: t.cpu() for n, t in zip(GRADIENTS, found, strict=True) if t is not None}
     h.assert_close(found, {n: expected[n] for n in found}, 2e-2, other.get("cu_seqlens"))
+
+
+# ---------------------------------------------------------------- S11: beyond 2^31
+
+
+@pytest.mark.skipif(GPU, reason="where there is a GPU, real tensors of that size do this")
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_S11_tokens_beyond_two_to_the_31(name):
+    x = h.make(150, 1, 1, 16, 16, dtype=torch.float16, decays="slow", state=False)
+    x["g"], x["beta"] = x["g"].half(), x["beta"].half()
+    expected, found = (backward(given, *upstream(x)) for given in (x, far_apart(x, name)))
+    assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@on_gpu
+def test_S11_tensors_beyond_two_to_the_31():
+    """Inputs, gradients, and S and dS, which have twice as many elements. Spot rows, bitwise."""
+    B, T, K = 131_200, 128, 128
+    if torch.cuda.mem_get_info()[0] < 90 * 2**30:
+        pytest.skip("needs 90 GB of the GPU's memory")
+    q, k, v, do = (torch.randn(B, T, 1, K, device=DEVICE, dtype=HALF).mul_(K**-0.5) for _ in range(4))
+    g, beta = -torch.rand(B, T, 1, device=DEVICE), torch.rand(B, T, 1, device=DEVICE)
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    found = launch_backward.chunk_backward(*x.values(), K**-0.5, None, None, do, None)[:5]
+    for b in (0, 1, B // 2, 131_071, 131_072, B - 1):
+        row = [t[b : b + 1] for t in (*x.values(), do)]
+        alone = launch_backward.chunk_backward(*row[:5], K**-0.5, None, None, row[5], None)[:5]
+        assert all(torch.equal(one[b], other[0]) for one, other in zip(found, alone, strict=True)), b

@@ -5,7 +5,6 @@ Interpreted where there is no GPU, run where there is one: the same tests.
 
 import itertools
 import math
-import mmap
 import os
 import re
 from pathlib import Path
@@ -220,9 +219,7 @@ def test_offsets_beyond_two_to_the_31(monkeypatch):
     near["o"] = stages.chunk_output(x["q"], x["k"], near["delta"], h_, G, chunk_size=C)
 
     def far(shape, dtype):
-        size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return h.untouched_memory(math.prod(shape), dtype).view(shape)
 
     def moved(t):
         whole = far((1, start + 20, *t.shape[2:]), t.dtype)
