@@ -6,7 +6,6 @@ Names and keywords are those of flash-linear-attention, so that its users and tr
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import os
 import warnings
@@ -278,19 +277,26 @@ def rule_inputs(call: Call, sizes: Sizes) -> RuleInputs:
 def recompute_states(on: bool = True):
     """Within it, calls that will be differentiated keep nothing but their inputs: the Triton backward makes the states
     before every chunk, and what else it needs of the forward, again. That saves 1 KB for each token and value head (at
-    K = V = 128 and 16 bits) from the forward to the backward, and costs a fifth of the backward's time. Within
-    recompute_states(False) they are kept, as they are outside of both, unless GDN_REF_RECOMPUTE=1 says otherwise.
+    K = V = 128 and 16 bits) from the forward to the backward, for time. Outside of it, and within
+    recompute_states(False), they are kept where both passes cut chunks alike: on Hopper and in float32, for keys up to
+    128 wide. GDN_REF_RECOMPUTE=1 turns that round. The torch backend always keeps one state a chunk, and what
+    torch.compile has compiled its inputs alone.
 
-    The torch backend always keeps one state a chunk, and torch.utils.checkpoint works with either.
+    It holds for the whole process, since autograd runs in threads of its own, and is meant for whole steps: what
+    torch.utils.checkpoint runs again must find it as the forward pass did, so stay within until the backward is done.
     """
-    token = _RECOMPUTE.set(on)
+    if torch.compiler.is_compiling():  # see library.py
+        yield
+        return
+    before, _States.made_again = _States.made_again, on
     try:
         yield
     finally:
-        _RECOMPUTE.reset(token)
+        _States.made_again = before
 
 
-_RECOMPUTE = contextvars.ContextVar("recompute_states", default=os.environ.get("GDN_REF_RECOMPUTE") == "1")
+class _States:
+    made_again = os.environ.get("GDN_REF_RECOMPUTE") == "1"
 
 
 class FusedDeltaRule(torch.autograd.Function):
@@ -328,7 +334,7 @@ def _differentiated(scale: float, options: tuple, tensors: tuple) -> tuple[Tenso
 
 def _keep():
     """What tells the forward pass how the backward pass would have what is kept; None where nothing is to be."""
-    if _RECOMPUTE.get():
+    if _States.made_again:
         return None
     from .kernels.launch_backward import wanted
 

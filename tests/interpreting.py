@@ -95,6 +95,16 @@ def watch_addresses():
         _given[:] = apart(extent(x) for x in tensors((*arguments, *named.values())) if x.numel())
         return run(self, *arguments, **named)
 
+    def create_make_tensor_descriptor(self, base, shape, strides, tile, *rest, **named):
+        size = interpreter._get_np_dtype(base.get_element_ty()).itemsize
+        sides, steps = ([int(x.data.item()) for x in sizes] for sizes in (shape, strides))
+        odd = base.data.item() % 16 or any(step * size % 16 for step in steps[:-1])
+        if odd or min(sides) < 1 or max(tile) > 256 or tile[-1] * size < 16:
+            raise IndexError(f"the copy engine takes no matrix {sides} with steps {steps}, by tiles {tile}")
+        return describe(self, base, shape, strides, tile, *rest, **named)
+
+    describe = builder.create_make_tensor_descriptor
+    builder.create_make_tensor_descriptor = create_make_tensor_descriptor
     builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
     executor.__call__ = __call__
 

@@ -1,8 +1,11 @@
 """The fused Triton backward against float64 autograd of the token recurrence, interpreted where there is no GPU."""
 
+import threading
+
 import helpers as h
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
 
@@ -51,6 +54,8 @@ def check(x, bound=None, **options):
     """Every gradient within the bound of the oracle's, per sequence and head, or as near as float32 comes."""
     expected = h.reference(x)
     found = backward(x, *upstream(x), **options)
+    given = {"d_" + n for n in ("q", "k", "v", "g", "beta", "initial_state") if x.get(n) is not None}
+    assert set(found) == given
     for name, gradient in found.items():
         assert gradient.dtype == x[name.removeprefix("d_")].dtype, name
     dtype = x["q"].dtype
@@ -358,6 +363,7 @@ def keeping(x, cut, config=None, segments=None, raw=None):
 
 def alike():
     """(bytes an element, forward's configuration, backward's) of those that cut alike."""
+    assert launch.configs_for("sm_90", 2, 64)[0].C == launch_backward.configs_for("sm_90", 2, 64)[0].C
     for arch in ("sm_90", "some other card"):
         for itemsize in (2, 4):
             both = (module.configs_for(arch, itemsize, 64) for module in (launch, launch_backward))
@@ -368,9 +374,10 @@ def alike():
 
 @pytest.mark.parametrize("lengths", [None, [45, 0, 1, 34]], ids=["plain", "packed"])
 @pytest.mark.parametrize("itemsize, config, backwards", list(alike()))
-def test_gradients_from_what_the_forward_keeps(itemsize, config, backwards, lengths):
+def test_gradients_from_what_the_forward_keeps(itemsize, config, backwards, lengths, monkeypatch):
     x = h.make(80, 1, 2, 64, 120, keys="correlated", lengths=lengths, dtype=HALF if itemsize == 2 else torch.float32)
     config, backwards = for_this_card(config), for_this_card(backwards)
+    monkeypatch.setattr(launch_backward, "states_kernel", None)  # nobody may make them again
     with fits(backwards):
         o, kept = keeping(x, (config.C, 128), config)
         assert kept.cut() == (config.C, 128)
@@ -383,8 +390,9 @@ def for_the_launcher(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "bf16"])
-def test_segments_and_second_passes_keep_too(dtype):
+def test_segments_and_second_passes_keep_too(dtype, monkeypatch):
     """Huge values make the second pass do all of it again, with sizes taken out."""
+    monkeypatch.setattr(launch_backward, "states_kernel", None)
     config = for_this_card((launch.configs_for("sm_90", 2, 64) if dtype == HALF else launch.FP32[4, False])[0])
     backwards = (launch_backward.configs_for("sm_90", 2, 64) if dtype == HALF else launch_backward.FP32[4, False])[0]
     x = h.make(300 if dtype == HALF else 70, 1, 1, 64, 128, decays="slow", dtype=dtype)
@@ -405,31 +413,78 @@ def test_what_is_kept_in_another_cut_is_made_again():
     check(x, config=for_this_card(other), saved=kept)
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_recompute_states_is_a_switch(norm, monkeypatch):
-    """The same gradients; what was kept is dropped after use."""
+def small_leaves():
     x = to_device(h.make(50, 1, 2, 16, 16, dtype=torch.float32))
-    names, launched, found = ("q", "k", "v", "g", "beta", "initial_state"), [], {}
-    original = launch.Launch.__call__
+    return {n: x[n].clone().requires_grad_() for n in ("q", "k", "v", "g", "beta", "initial_state")}
+
+
+def loss(leaves, **options):
+    o, state = gdn_ref.chunk_gated_delta_rule(**leaves, output_final_state=True, backend="triton", **options)
+    return o.square().sum() + state.square().sum()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that are launched."""
+    names, original = [], launch.Launch.__call__
 
     def listening(self, *tensors, **options):
-        launched.append(self.kernel.__name__)
+        names.append(self.kernel.__name__)
         return original(self, *tensors, **options)
 
     monkeypatch.setattr(launch.Launch, "__call__", listening)
+    return names
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_recompute_states_is_a_switch(norm, launched):
+    found = {}
     for again in (True, False, True, False):
-        leaves = {n: x[n].clone().requires_grad_() for n in names}
+        leaves = small_leaves()
         launched.clear()
         with gdn_ref.recompute_states(again):
-            o, state = gdn_ref.chunk_gated_delta_rule(
-                **leaves, output_final_state=True, use_qk_l2norm_in_kernel=norm, backend="triton"
-            )  # fmt: skip
-        (o.square().sum() + state.square().sum()).backward()
+            loss(leaves, use_qk_l2norm_in_kernel=norm).backward()
         assert ("states_kernel" in launched) == again
         found[again] = {n: t.grad for n, t in leaves.items()}
-        with pytest.raises(RuntimeError, match="second time"):
-            o.sum().backward()
     h.assert_close(found[False], {n: t.double() for n, t in found[True].items()}, 1e-6)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_steps_with_checkpoints_keep_the_switch(again, launched):
+    """The backward pass runs in a thread of its own, as autograd's does for a GPU."""
+    leaves, other = small_leaves(), small_leaves()
+    loss(other).backward()
+    with gdn_ref.recompute_states(again):
+        whole = checkpoint(loss, leaves, use_reentrant=False)
+        launched.clear()
+        thread = threading.Thread(target=whole.backward)
+        thread.start()
+        thread.join()
+    assert ("states_kernel" in launched) == again
+    h.assert_close({n: t.grad for n, t in leaves.items()}, {n: t.grad.double() for n, t in other.items()}, 1e-6)
+
+
+def test_what_is_kept_may_be_used_twice_and_goes_through_hooks():
+    leaves, other = small_leaves(), small_leaves()
+    loss(other).backward()
+    with torch.autograd.graph.save_on_cpu():
+        whole = loss(leaves)
+    twice = [torch.autograd.grad(whole, list(leaves.values()), retain_graph=again) for again in (True, False)]
+    for found in twice:
+        assert all(torch.equal(a, b.grad) for a, b in zip(found, other.values(), strict=True))
+
+
+def test_an_interrupted_first_call_begins_anew(monkeypatch):
+    """Kernels are given tensors until the last of them has been compiled: an address says nothing of its dtype."""
+    x = h.make(16, 1, 1, 16, 16)
+    inputs = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    plan = launch_backward.make_plan(*inputs, *[None] * 6, 1.0, False, False, False, False)
+    given = []
+    for name, one in plan.launches.items():
+        one.run = None if name == "finish" else given.append
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: given.extend(tensors))
+    plan.run(*inputs, None, None, None, None, x["v"], None, None)
+    assert given and all(t is None or isinstance(t, torch.Tensor) for t in given)
 
 
 def test_H04_unknown_cards_get_safe_configurations():
@@ -521,3 +576,9 @@ def test_S11_tensors_beyond_two_to_the_31():
         row = [t[b : b + 1] for t in (*x.values(), do)]
         alone = launch_backward.chunk_backward(*row[:5], K**-0.5, None, None, row[5], None)[:5]
         assert all(torch.equal(one[b], other[0]) for one, other in zip(found, alone, strict=True)), b
+
+
+@pytest.mark.parametrize("V", [136, 192])
+def test_widths_between_the_blocks(V):
+    """Every program has columns of V: the copy engine takes no matrix of width 0, and makes 2^32 of it or less."""
+    check(h.make(20, 1, 2, 16, V, dtype=HALF), config=for_this_card(launch_backward.configs_for("sm_90", 2, 64)[0]))

@@ -26,8 +26,8 @@ from .tiles import WIDENED
 MOST_PLANS = 4096
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
 HEADS_A_PROGRAM = 16
-# Seven descriptors of 128 bytes.
-SCRATCH_A_PROGRAM = 1024
+# Nine descriptors of 128 bytes, which a scan in segments that keeps what it passes through has.
+SCRATCH_A_PROGRAM = 1152
 
 
 class Config(NamedTuple):
@@ -191,9 +191,6 @@ class Work:
             self.parts[name] = slice(self.size, self.size + size), shape, dtype
             self.size += -(-size // 128) * 128
 
-    def shapes(self) -> dict:
-        return {name: (shape, dtype) for name, (_, shape, dtype) in self.parts.items()}
-
     def allocate(self, device: torch.device) -> Tensor:
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
@@ -238,7 +235,7 @@ class Plan:
         work, kept = self.work.allocate(self.device), self.kept and self.kept.allocate(self.device)
         o, *final = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results.values())
         final, stream = (final[0] if final else None), None  # the stream that is current, if nobody says
-        ready = self.scan.run is not None
+        ready = (self.rescan or self.scan).run is not None  # the last: whoever was interrupted begins anew
         parts = self.work.addresses(work) if ready else self.work.tensors(work)
         if self.kept:
             parts |= self.kept.addresses(kept) if ready else self.kept.tensors(kept)
@@ -253,15 +250,18 @@ class Plan:
         )
         if self.tma:
             triton.set_allocator(self.work.scratch(work) if ready else _scratch)
-        self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors, stream=stream)
-        self.prepare(q, k, cu_seqlens, tiles, factors, o, stream=stream)
-        if self.segment is not None:
-            self.segment(k, v, tiles, factors, R, B, forgets, stream=stream)
-        for scan in (self.scan, self.rescan):
-            if scan is not None:
-                scan(q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, S, E, stream=stream)
-        if self.tma:
-            triton.set_allocator(_scratch)  # for whoever launches next
+        try:
+            self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors, stream=stream)
+            self.prepare(q, k, cu_seqlens, tiles, factors, o, stream=stream)
+            if self.segment is not None:
+                self.segment(k, v, tiles, factors, R, B, forgets, stream=stream)
+            given = (q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, S, E)
+            for scan in (self.scan, self.rescan):
+                if scan is not None:
+                    scan(*given, stream=stream)
+        finally:
+            if self.tma:
+                triton.set_allocator(_scratch)  # for whoever launches next
         o, final = results
         return (o if o.dtype == self.out else o.to(self.out)), final, kept
 
@@ -440,7 +440,7 @@ def make_plan(
     n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
     strides = (n, h, row, column) if state_v_first else (n, h, column, row)
     half = q.element_size() == 2
-    kept = keep and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)
+    kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     scan, rescan = (
         Launch(
             scan_kernel, N * HV * segments * NV,
@@ -488,23 +488,37 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
     return targets
 
 
-def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
-    where = f"{dtype}/K{K}/C{config.C}"
+def keep_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
+    """The scans that keep what the backward pass needs; where they do, launch_backward.py says."""
+    name, (_, scan, options) = f"scan/{dtype}/K{K}/C{config.C}/BV{config.BV}", _scan_target(config, dtype, K)
+    scan |= {"KEEP": True}
+    targets = [_target(f"{name}/packed/keep", scan_kernel, dtype, scan, **options)]
+    if dtype != "fp32":
+        targets.append(_target(f"{name}/packed/keep/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
+        if K <= 128 and config == configs_for("sm_90", 2, K)[0]:
+            scan |= {"PACKED": False, "SEGMENTED": True}
+            targets.append(_target(f"{name}/segmented/keep", scan_kernel, dtype, scan, **options))
+    return targets
+
+
+def _scan_target(config: Config, dtype: str, K: int) -> tuple[dict, dict, dict]:
+    """The constants that every kernel has, those of the scan, and the scan's options."""
     shape = {"H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K}
     scan = {
         **shape, "BV": config.BV, "HAS_INITIAL": True, "HAS_FINAL": True, "V_FIRST": True, "PACKED": True,
         "SEGMENTED": False, "KEEP": False, "TMA": config.tma, "STAGES": config.stages,
         "PASS": 0 if dtype == "fp32" else 1,
     }  # fmt: skip
-    options = {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
+    return shape, scan, {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
+
+
+def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
+    where = f"{dtype}/K{K}/C{config.C}"
+    shape, scan, options = _scan_target(config, dtype, K)
     name = f"{where}/BV{config.BV}"
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
     if dtype != "fp32":
         targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
-    if config.C == 64 and config.tma:  # where the backward pass is cut alike
-        keep = {**scan, "KEEP": True}
-        targets.append(_target(f"scan/{name}/packed/keep", scan_kernel, dtype, keep, **options))
-        targets.append(_target(f"scan/{name}/packed/keep/again", scan_kernel, dtype, {**keep, "PASS": 2}, **options))
     if not all_kernels:
         return targets
     prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
@@ -519,9 +533,6 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     if dtype != "fp32" and K <= 128:
         dense = {**scan, "PACKED": False, "SEGMENTED": True}
         targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
-        if config.C == 64 and config.tma:
-            kept = {**dense, "KEEP": True}
-            targets.append(_target(f"scan/{name}/segmented/keep", scan_kernel, dtype, kept, **options))
         targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
     return targets
 

@@ -1,8 +1,8 @@
 """Fused backward on the host: configurations, memory, launches. The forward's twin is launch.py.
 
-What of the forward it needs, the chunks' tiles, states and errors, it has from there, or makes again, which costs it
-about a fifth of its time and saves their memory between the two passes. In bytes, for a token and a value head at
-K = V = 128 and 16-bit inputs, in chunks of 64:
+What of the forward it needs, the chunks' tiles, states and errors, it has from there, where both are cut alike (on
+Hopper and in float32, for keys up to 128 wide), or makes again, which takes time and saves their memory between the two
+passes. In bytes, for a token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
 
     of the forward, kept or made again      A and P 256, factors 32, S 512, E 256          1.0 KB
     needed on the way                       dS 512, sums 48                                0.5 KB
@@ -82,6 +82,7 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
         **FP32,
     },
 }
+WIDEST_KEPT = 128  # keys
 SAFE = CONFIGS["gfx942"]  # for anything else: it asks for the least
 
 
@@ -132,7 +133,7 @@ class Plan:
     def _launch(self, given: dict, saved: Kept | None):
         memory = self.work.allocate(self.device)
         made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
-        ready, stream = self.launches["gradients"].run is not None, None
+        ready, stream = self.launches["finish"].run is not None, None  # the last: whoever was interrupted begins anew
         parts = self.work.addresses(memory) if ready else self.work.tensors(memory)
         if "states" not in self.launches:
             parts |= saved.work.addresses(saved.memory) if ready else saved.work.tensors(saved.memory)
@@ -142,10 +143,12 @@ class Plan:
         if self.tma:
             triton.set_allocator(self.work.scratch(memory) if ready else launch._scratch)
         known = given | {n: x.data_ptr() if ready else x for n, x in made.items()} | parts
-        for name, one in self.launches.items():
-            one(*map(known.get, ARGUMENTS[name]), stream=stream)
-        if self.tma:
-            triton.set_allocator(launch._scratch)  # for whoever launches next
+        try:
+            for name, one in self.launches.items():
+                one(*map(known.get, ARGUMENTS[name]), stream=stream)
+        finally:
+            if self.tma:
+                triton.set_allocator(launch._scratch)  # for whoever launches next
         dA_log = made["share"].sum((0, 1)) if "share" in made else None
         ddt_bias = None if given["dt_bias"] is None else made["dg"].sum((0, 1))
         dq, dk, dv, dg, dbeta, dinitial = map(made.get, ("dq", "dk", "dv", "dg", "dbeta", "dinitial"))
@@ -183,11 +186,12 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int] | None:
     """How chunk_backward would have what a forward call keeps: tokens a chunk, and rows of a state filled up. The
-    inputs are those of the kernels."""
+    inputs are those of the kernels. None for wide keys: the scan that keeps their states spills, or does not compile
+    (Triton 3.6 for Blackwell)."""
     config, _, VP = _cut(q, k, v, v, cu_seqlens)
-    return config.C, VP
+    return (config.C, VP) if q.shape[3] <= WIDEST_KEPT else None
 
 
 def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config, bool, int]:
@@ -200,8 +204,10 @@ def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config,
             device if copied else device.without_copies(), q.element_size(), q.shape[3], V, heads,
             cu_seqlens is not None,
         )  # fmt: skip
-    widest = max(config.BV, config.block)
-    return config, copied, -(-V // widest) * widest
+    VP = -(-V // config.BV) * config.BV
+    if VP % config.block:  # whoever rounded up to whole blocks would have programs without a column of V, and the copy
+        config = config._replace(block=config.BV)  # engine takes no matrix of width 0
+    return config, copied, VP
 
 
 _plans: dict[tuple, Plan] = {}
@@ -354,34 +360,45 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
     targets = []
     for itemsize, wide in SAFE:
         configs = configs_for(architecture, itemsize, 256 if wide else 128)
-        for config in configs:
-            how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
+        how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
+        for config, forward in zip(configs, launch.configs_for(architecture, itemsize, how[1]), strict=True):
             targets += _targets_of(config, configs[0], *how)
+            if config.C == forward.C and how[1] <= WIDEST_KEPT:
+                targets += launch.keep_targets(forward, *how) + _from_kept(config, *how)
     return targets
 
 
-def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[CompileTarget]:
-    """The kernels of one configuration that those of the first of its device do not cover."""
-    where = f"{dtype}/K{K}/C{config.C}"
+def _from_kept(config: Config, dtype: str, K: int) -> list[CompileTarget]:
+    """The adjoints from A and P as the forward pass keeps them, which are float16 for 16-bit inputs."""
+    scan, options = _adjoints_target(config, dtype, K)
+    name = f"adjoints/{dtype}/K{K}/C{config.C}/BV{config.BV}/kept"
+    return [] if dtype == "fp32" else [_target(name, adjoints_kernel, dtype, scan, "fp16", **options)]
+
+
+def _adjoints_target(config: Config, dtype: str, K: int) -> tuple[dict, dict]:
+    """The constants of all kernels that go through the chunks in reverse, or all at once, and the adjoints' options."""
     gates = {
         "HAS_G": True, "RAW_G": True, "HAS_BIAS": True, "HAS_BETA": True, "RAW_BETA": True, "LARGEST_BETA": 1.0,
     }  # fmt: skip
     scan = {
         "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K,
         "PACKED": True, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True, "V_FIRST": True, "NORM": True,
-        "TMA": config.tma, **gates,
+        "TMA": config.tma, "STAGES": config.stages_back, **gates,
     }  # fmt: skip
+    return scan, {"num_warps": config.warps, "num_stages": config.stages_back, "hot": dtype != "fp32"}
+
+
+def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[CompileTarget]:
+    """The kernels of one configuration that those of the first of its device do not cover."""
+    where = f"{dtype}/K{K}/C{config.C}"
+    scan, adjoints = _adjoints_target(config, dtype, K)
     hot = dtype != "fp32"
     states = {"num_warps": config.warps, "num_stages": config.stages, "hot": hot}
-    adjoints = {"num_warps": config.warps, "num_stages": config.stages_back, "hot": hot}
     name = f"{where}/BV{config.BV}"
     targets = [
         _target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states),
-        _target(f"adjoints/{name}", adjoints_kernel, dtype, {**scan, "STAGES": config.stages_back}, **adjoints),
+        _target(f"adjoints/{name}", adjoints_kernel, dtype, scan, **adjoints),
     ]
-    if config.C == 64 and config.tma:  # where the forward pass is cut alike, and keeps float16
-        back = {**scan, "STAGES": config.stages_back}
-        targets.append(_target(f"adjoints/{name}/kept", adjoints_kernel, dtype, back, "fp16", **adjoints))
     blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K, "NORM": False, "EXACT": dtype == "fp32"}
     how = {"num_warps": config.gradient_warps, "num_stages": 1, "hot": hot}
     name = f"{where}/BK{config.BK}/BV{config.block}"
