@@ -279,8 +279,8 @@ def recompute_states(on: bool = True):
     before every chunk, and what else it needs of the forward, again. That saves 1 KB for each token and value head (at
     K = V = 128 and 16 bits) from the forward to the backward, for time. Outside of it, and within
     recompute_states(False), they are kept where both passes cut chunks alike: on Hopper and in float32, for keys up to
-    128 wide. GDN_REF_RECOMPUTE=1 turns that round. The torch backend always keeps one state a chunk, and what
-    torch.compile has compiled its inputs alone.
+    128 wide; GDN_REF_RECOMPUTE=1 has them made again outside too. The torch backend always keeps one state a chunk, and
+    what torch.compile has compiled its inputs alone.
 
     It holds for the whole process, since autograd runs in threads of its own, and is meant for whole steps: what
     torch.utils.checkpoint runs again must find it as the forward pass did, so stay within until the backward is done.

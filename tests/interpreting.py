@@ -79,7 +79,8 @@ def _beside(address):
 
 
 def watch_addresses():
-    """Have the interpreter look at every address from now on."""
+    """Have the interpreter look at every address from now on, and at what the copy engine is told of matrices: it wants
+    16-byte steps and at least one row and column, which the interpreter alone would not mind."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
 

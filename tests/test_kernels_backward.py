@@ -343,7 +343,9 @@ def test_H02_every_configuration_forced(itemsize, K, config, lengths):
     dtype = HALF if itemsize == 2 else torch.float32
     T = 80 if not GPU else 400
     lengths = lengths and [n * T // 80 for n in lengths]
-    x = h.make(T, 1, 2 if GPU else 1, K, 80, keys="correlated", decays="slow", lengths=lengths, dtype=dtype)
+    # 88 columns of V: none of the table's blocks has to be narrowed for them
+    x = h.make(T, 1, 2 if GPU else 1, K, 88, keys="correlated", decays="slow", lengths=lengths, dtype=dtype)
+    assert launch_backward._cut(*(x[n] for n in ("q", "k", "v", "v")), None, config)[0] == config
     with fits(config):
         check(x, config=for_this_card(config))
 
@@ -351,11 +353,10 @@ def test_H02_every_configuration_forced(itemsize, K, config, lengths):
 # ---------------------------------------------------------------- what the forward keeps
 
 
-def keeping(x, cut, config=None, segments=None, raw=None):
+def keeping(x, cut, config=None, segments=None):
     """What the forward kernels keep of x, where the backward pass would have it cut so."""
-    x, options = to_device(x), (x["q"].shape[-1] ** -0.5, True, raw is not None, raw is not None, False, False)
-    raw = raw or {"A_log": None, "dt_bias": None}
-    given = (*(x[n] for n in ("q", "k", "v", "g", "beta")), *raw.values(), x.get("cu_seqlens"), x.get("initial_state"))
+    x, options = to_device(x), (x["q"].shape[-1] ** -0.5, True, False, False, False, False)
+    given = (*(x[n] for n in ("q", "k", "v", "g", "beta")), None, None, x.get("cu_seqlens"), x.get("initial_state"))
     plan = launch.plan_of(given, options, lambda *_: cut, config, segments)
     o, _, memory = plan.run_and_keep(*given)
     return o, plan.kept and launch_backward.Kept(plan.kept, memory)
@@ -413,9 +414,14 @@ def test_what_is_kept_in_another_cut_is_made_again():
     check(x, config=for_this_card(other), saved=kept)
 
 
-def small_leaves():
-    x = to_device(h.make(50, 1, 2, 16, 16, dtype=torch.float32))
-    return {n: x[n].clone().requires_grad_() for n in ("q", "k", "v", "g", "beta", "initial_state")}
+RAW = {n: True for n in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")}
+
+
+def small_leaves(raw=False):
+    x = h.make(50, 1, 2, 16, 16, dtype=torch.float32)
+    x |= {"A_log": torch.tensor([0.5, 1.0]), "dt_bias": torch.tensor([0.1, -0.2])} if raw else {}
+    names = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    return {n: t.requires_grad_() for n, t in to_device(x).items() if n in names}
 
 
 def loss(leaves, **options):
@@ -436,14 +442,14 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_recompute_states_is_a_switch(norm, launched):
+@pytest.mark.parametrize("raw", [False, True])
+def test_recompute_states_is_a_switch(raw, launched):
     found = {}
     for again in (True, False, True, False):
-        leaves = small_leaves()
+        leaves = small_leaves(raw)
         launched.clear()
         with gdn_ref.recompute_states(again):
-            loss(leaves, use_qk_l2norm_in_kernel=norm).backward()
+            loss(leaves, **(RAW if raw else {})).backward()
         assert ("states_kernel" in launched) == again
         found[again] = {n: t.grad for n, t in leaves.items()}
     h.assert_close(found[False], {n: t.double() for n, t in found[True].items()}, 1e-6)

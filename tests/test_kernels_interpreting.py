@@ -27,6 +27,24 @@ def test_an_address_outside_of_the_tensors_is_seen(read, written, n, message):
     copy_kernel[(1,)](x, torch.zeros(64), 63, 64)
 
 
+@triton.jit
+def describe_kernel(x, rows, columns, stride, N: tl.constexpr):
+    matrix = tl.make_tensor_descriptor(x, [rows, columns], [stride, 1], [16, N])
+    matrix.store([0, 0], matrix.load([0, 0]) + 1)
+
+
+@pytest.mark.parametrize("first, rows, columns, stride, N", [
+    (0, 16, 0, 16, 16), (0, 16, -8, 16, 16), (0, 0, 16, 16, 16), (1, 15, 16, 16, 16), (0, 16, 14, 14, 16),
+    (0, 1, 8, 8, 512),
+])  # fmt: skip
+def test_a_matrix_that_the_copy_engine_does_not_take_is_seen(first, rows, columns, stride, N):
+    x = torch.zeros(512)
+    with pytest.raises(Exception, match="the copy engine takes no matrix"):
+        describe_kernel[(1,)](x[first:], rows, columns, stride, N)
+    describe_kernel[(1,)](x, 16, 16, 16, 16)
+    assert x.sum() == 256
+
+
 # ---------------------------------------------------------------- bfloat16
 
 N = 2**16

@@ -2,6 +2,9 @@
 
 import inspect
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -712,3 +715,22 @@ def test_keys_longer_than_one_diverge_as_the_recurrence_does():
     assert o_ref.abs().max() > 1e5  # no clamping: the numbers are the recurrence's
     assert_close({"o": o, "state": S}, {"o": o_ref, "state": S_ref}, 2e-5)
     assert unit(x["k"]).norm(dim=-1).max() < 1.001
+
+
+@pytest.mark.parametrize("setting", ["1", "0", None])
+def test_recompute_states_outside_and_within(setting):
+    """Where a process begins, and that every block ends as it began, whatever happens in it."""
+    code = """
+import contextlib
+from gdn_ref import ops, recompute_states
+seen = [ops._States.made_again]
+with contextlib.suppress(ZeroDivisionError), recompute_states(not seen[0]):
+    seen.append(ops._States.made_again)
+    1 / 0
+print(*seen, ops._States.made_again)
+"""
+    environment = {n: v for n, v in os.environ.items() if n != "GDN_REF_RECOMPUTE"}
+    environment |= {} if setting is None else {"GDN_REF_RECOMPUTE": setting}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    begins = setting == "1"
+    assert ran.stdout.split() == [str(begins), str(not begins), str(begins)]

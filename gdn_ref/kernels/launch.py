@@ -361,11 +361,16 @@ def plan_of(tensors: tuple, options: tuple, keep: Callable | None = None, config
     """
     how = tuple(x for x in (keep, config, segments) if x is not None)
     kind = kind_of_call(tensors, (*options, *how))
-    plan = _plans.get(kind)
+    return recalled_or_made(_plans, kind, lambda: make_plan(*tensors, *options, keep, config, segments))
+
+
+def recalled_or_made(plans: dict, kind: tuple, make: Callable):
+    """The plan of that kind; plans forgets all when there are too many."""
+    plan = plans.get(kind)
     if plan is None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        plan = _plans[kind] = make_plan(*tensors, *options, keep, config, segments)
+        if len(plans) >= MOST_PLANS:
+            plans.clear()
+        plan = plans[kind] = make()
     return plan
 
 
@@ -409,6 +414,14 @@ def states(HV: int, slots: int, C: int, BK: int, VP: int, dtype: torch.dtype) ->
     return {"S": ((HV, slots, VP, BK), dtype), "E": ((HV, slots, C, VP), dtype)}
 
 
+def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
+    """Strides of a state's sequences, heads, V and K."""
+    if state is None:
+        return 0, 0, 0, 0
+    n, h, row, column = state.stride()
+    return (n, h, row, column) if v_first else (n, h, column, row)
+
+
 def make_plan(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, scale, output_final_state, use_qk_l2norm, beta_is_raw,
     allow_neg_eigval, state_v_first, keep=None, config=None, segments=None,
@@ -437,41 +450,46 @@ def make_plan(
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    n, h, row, column = (0, 0, 0, 0) if initial is None else initial.stride()
-    strides = (n, h, row, column) if state_v_first else (n, h, column, row)
     half = q.element_size() == 2
     kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     scan, rescan = (
         Launch(
             scan_kernel, N * HV * segments * NV,
-            (T, slots, segments, length, q_, k_, v_, *strides, *shape, packed, initial is not None, output_final_state,
-             state_v_first, segments > 1, tma, config.stages, one, kept),
+            (T, slots, segments, length, q_, k_, v_, *state_strides(initial, state_v_first), *shape, packed,
+             initial is not None, output_final_state, state_v_first, segments > 1, tma, config.stages, one, kept),
             **options,
         ) for one in ((1, 2) if half else (0, 0))
     )  # fmt: skip
-    # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
-    fine, single = torch.float16 if half else torch.float32, torch.float32
-    work, for_backward = prepared(HV, slots, C, fine), None
-    if kept:
-        for_backward, work = Work(work | states(HV, slots, C, BK, NV * config.BV, q.dtype)), {}
-    results = {"o": (v.shape, q.dtype)}
-    if half:
-        work["done"] = (N * HV * segments * NV,), torch.int32
-    if output_final_state:
-        results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), single
     segment = None
     if segments > 1:
         numbers = (T, slots, segments, length, k_, v_, *shape, tma, config.stages)
         blocks = NV + -(-BK // config.BV)
         segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
-        work["R"] = (N * segments * HV, 2, BK, BK), q.dtype
-        work["B"] = (N * segments * HV, NV * config.BV, BK), single
-        work["forgets"] = (N * segments * HV,), torch.int32
+    work, for_backward = _shapes(q.dtype, N * HV * segments, HV, slots, C, BK, NV, config.BV, segments > 1, kept, tma)
+    results = {"o": (v.shape, q.dtype)}
+    if output_final_state:
+        results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), torch.float32
     to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
-    if tma:
-        work["scratch"] = (N * HV * segments * NV * SCRATCH_A_PROGRAM,), torch.uint8
     launches = (decay, prepare, segment, scan, rescan if half else None)
-    return Plan(launches, Work(work), for_backward, results, q.device, tma, to_arrange, out)
+    return Plan(launches, work, for_backward, results, q.device, tma, to_arrange, out)
+
+
+def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma) -> tuple[Work, Work | None]:
+    """What a call needs on the way, and what is kept for the backward pass. maps: sequences x heads x segments."""
+    # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
+    half, single = dtype.itemsize == 2, torch.float32
+    work, for_backward = prepared(HV, slots, C, torch.float16 if half else single), None
+    if kept:
+        for_backward, work = Work(work | states(HV, slots, C, BK, NV * BV, dtype)), {}
+    if half:
+        work["done"] = (maps * NV,), torch.int32
+    if segmented:
+        work["R"] = (maps, 2, BK, BK), dtype
+        work["B"] = (maps, NV * BV, BK), single
+        work["forgets"] = (maps,), torch.int32
+    if tma:
+        work["scratch"] = (maps * NV * SCRATCH_A_PROGRAM,), torch.uint8
+    return Work(work), for_backward
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
@@ -495,7 +513,7 @@ def keep_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
     targets = [_target(f"{name}/packed/keep", scan_kernel, dtype, scan, **options)]
     if dtype != "fp32":
         targets.append(_target(f"{name}/packed/keep/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
-        if K <= 128 and config == configs_for("sm_90", 2, K)[0]:
+        if config == configs_for("sm_90", 2, K)[0]:  # the narrow one, which alone is cut into segments
             scan |= {"PACKED": False, "SEGMENTED": True}
             targets.append(_target(f"{name}/segmented/keep", scan_kernel, dtype, scan, **options))
     return targets

@@ -25,7 +25,7 @@ from .backward import (
     lengths_kernel,
     states_kernel,
 )
-from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two
+from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two, state_strides
 from .targets import CompileTarget
 
 
@@ -249,11 +249,7 @@ def chunk_backward(
         return _nothing(given, dht)
     options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first, saved and saved.cut(), config)
     kind = kind_of_call((*given, do, dht), options)
-    plan = _plans.get(kind)
-    if plan is None:
-        if len(_plans) >= launch.MOST_PLANS:
-            _plans.clear()
-        plan = _plans[kind] = make_plan(*given, do, dht, *options)
+    plan = launch.recalled_or_made(_plans, kind, lambda: make_plan(*given, do, dht, *options))
     return plan.run(*given, do, dht, saved)
 
 
@@ -288,16 +284,17 @@ def make_plan(
     gates = launch.gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval)
     sizes, scan, launches = (T, N, slots), (*shape, C, KP, BV, VP, packed), {}
     if not kept:
-        given = sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, False, gates, config
-        launches["decay"], launches["prepare"] = launch.preparing(*given)
+        launches["decay"], launches["prepare"] = launch.preparing(
+            sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, False, gates, config
+        )
         launches["states"] = Launch(
             states_kernel, N * HV * (VP // BV),
-            (T, slots, k_, v_, *_strides(initial, state_v_first), *scan, initial is not None, tma, config.stages),
+            (T, slots, k_, v_, *state_strides(initial, state_v_first), *scan, initial is not None, tma, config.stages),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
     launches["adjoints"] = Launch(
         adjoints_kernel, N * HV * (VP // BV),
-        (T, slots, q_, k_, *_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
+        (T, slots, q_, k_, *state_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
          state_v_first, tma, config.stages_back),
         num_warps=config.warps, num_stages=config.stages_back,
     )  # fmt: skip
@@ -342,14 +339,6 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
         **({} if A_log is None else {"share": (g.shape, single)}),
     }
     return work, results
-
-
-def _strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
-    """Strides of a state's sequences, heads, V and K."""
-    if state is None:
-        return 0, 0, 0, 0
-    n, h, row, column = state.stride()
-    return (n, h, row, column) if v_first else (n, h, column, row)
 
 
 # ---------------------------------------------------------------------------------------------------- compile test
