@@ -144,3 +144,34 @@ def test_one_deep_buffers(depth, pendings, found):
     }}
     """
     assert compiling.one_deep_buffers(ttgir) == found
+
+
+@pytest.mark.parametrize("first, found", [("fma.rn.f32 %r9, %r2, %r7, %r8", ["%r2"]), ("mul.f32 %r9, %r7, %r8", [])])
+def test_read_accumulators(first, found):
+    """A sum of what a product then adds to (H01's kind), as its PTX looks; not what is written anew in between, a copy
+    of zeros, or a sum afterwards."""
+    ptx = f"""
+        mul.f32 \t%r1, %r5, %r6;
+        mov.b32 \t%r2, %r1;
+        {first};
+        fma.rn.f32 \t%r10, %r3, %r7, %r8;
+        mul.f32 \t%r3, %r5, %r7;
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r2,%r3}}, %rd4, %rd5, %p1, 1, 1, 0, 0;
+        wgmma.wait_group.sync.aligned 0;
+        fma.rn.f32 \t%r11, %r2, %r7, %r8;
+    """
+    assert compiling.read_accumulators(ptx) == found
+
+
+@pytest.mark.parametrize("second, found", [(-9223371899415822336, ["%rd1"]), (4611686293305294976, [])])
+def test_shared_descriptors(second, found):
+    """Rows of 64 numbers, then rows of 32 from the same place: how a read of shared memory went out of bounds."""
+    ptx = f"""
+        cvt.u64.u32 \t%rd1, %r178;
+        or.b64 \t%rd88, %rd1, 4611686293305294848;
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r1,%r2}}, {{%r3,%r4}}, %rd88, %p50, 1, 1, 1;
+        add.s64 \t%rd101, %rd1, {second};
+        wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {{%r1}}, {{%r3,%r4}}, %rd101, %p50, 1, 1, 1;
+    """
+    assert compiling.shared_descriptors(ptx) == found

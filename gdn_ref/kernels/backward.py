@@ -5,19 +5,18 @@ normalised, S the state before a chunk, E its errors and dS' the adjoint of the 
 
     states     S and E again, as in scan.py
     adjoints   dv = A^T (P^T do + beta l (K dS'));  dS = gamma_C dS' + scale Q^T (gamma do) - K^T (gamma dv)
-    gradients  F = Gamma * (do E^T);  J = the same of dv, below the diagonal alone
-               dq = scale (gamma (do S^T) + F (beta K))
+    pairs      F = Gamma * (do E^T);  J = the same of dv, below the diagonal alone; and X, see below
+    gradients  dq = scale (gamma (do S^T) + F (beta K))
                dk = beta c - gamma (dv S^T) - J (beta K)  with  c = l (E dS'^T) + scale F^T Q - J^T K
-               dbeta = k.c
-    finish     dg, which takes from all this only what lies across a token
+    finish     dbeta = k.c, and dg, which takes from all this only what lies across a token
 
 A token's decay multiplies what is written before it and read at it or after. So dg_t sums over pairs j < t <= i, and
 nothing else: X_ij = beta_j (scale q_i.k_j F_ij - k_i.k_j J_ij) inside the chunk; y_i = gamma_i (scale q_i.(do S^T)_i -
 k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E dS'^T)_j to the state after it, over
 j < t; gamma_C <S, dS'> past the chunk altogether   (9.13). The pairs of X are had as sums of its rows less sums of its
-columns, from i and j = t on. That keeps its digits since both are float32 sums of products of the very same rounded
-numbers, F, J and beta K among them, and since the diagonal is left out: a query's own key is across nothing, and
-outweighs all the rest where tokens decay fast.
+columns, from i and j = t on. That keeps its digits since both add up the very same float32 numbers, and since the
+diagonal is left out: a query's own key is across nothing, and outweighs all the rest where tokens decay fast. Without
+beta, columns of X are k.c but for its part from after the chunk.
 
 Nothing is added up across programs, and no sum depends on who comes first.
 """
@@ -54,27 +53,6 @@ def sized(x, y):
     if y.dtype == tl.float16:
         x, top = unscaled(x)
     return x.to(y.dtype), top
-
-
-@triton.jit
-def read_block(x, row, column, stride, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
-    """Tile [BR, BC] at (row, column) of a matrix that has all of it; without TMA the row may pass 2^31."""
-    if TMA:
-        tile = x.load([row.to(tl.int32), column])
-    else:
-        corner = x + row.to(tl.int64) * stride + column
-        tile = load_rows(corner, stride, tl.arange(0, BR), tl.arange(0, BC), BR, width - column)
-    return tile
-
-
-@triton.jit
-def read_columns(x, column, stride, rows, width, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
-    """Tile [BR, BC] from a column on, width columns of it, of a matrix with that many rows."""
-    if TMA:
-        tile = x.load([0, column])
-    else:
-        tile = load_rows(x + column, stride, tl.arange(0, BR), tl.arange(0, BC), rows, width)
-    return tile
 
 
 # ------------------------------------------------------------------------------------------ states, in order
@@ -215,11 +193,11 @@ def adjoints_kernel(
         tl.store(p_dinitial, b_dS.to(dinitial.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------ gradients, all at once
+# ------------------------------------------------------------------------------------------ pairs of a chunk's tokens
 
 
 @triton.jit
-def strict_decay(p_factors, zero, C: tl.constexpr, EXACT: tl.constexpr):
+def strict_decay(p_factors, C: tl.constexpr, EXACT: tl.constexpr):
     """Gamma_ij below the diagonal, 0 elsewhere: [C, C]   (7.1)
 
     EXACT takes the cumulative decays apart, as tiles.split_decay says; their sums are right to 5e-4 at the worst, after
@@ -231,14 +209,7 @@ def strict_decay(p_factors, zero, C: tl.constexpr, EXACT: tl.constexpr):
         exponent = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
     else:
         exponent = (whole + rest)[:, None] - (whole + rest)[None, :]
-    return tl.exp2(tl.where(i[:, None] > i[None, :] + zero, exponent, float("-inf")))
-
-
-@triton.jit
-def through_norm(dx, x, length):
-    """dx, the gradient of x/|x| over |x|, without what of it points along x: that is lost   (2.5)"""
-    x = x.to(tl.float32) * length[:, None]
-    return dx - x * tl.sum(x * dx, 1)[:, None]
+    return tl.exp2(tl.where(i[:, None] > i[None, :], exponent, float("-inf")))
 
 
 @triton.jit
@@ -256,189 +227,204 @@ def weights(p_lengths, p_factors, scale, C: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def reading(dx, x, F, b_x, b_kb):
-    """What reads with rows b_x, q or k, gets from x, of the state before the chunk, and from F, of the rows b_kb of
-    tokens before them in it. Returns dx with both; F as it was multiplied, and what was taken out of it; and what x
-    says of the decay of its rows, without F and with it   (9.12)
+def no_gradients(
+    dq, dk, dv, cu_seqlens, slot, h, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """0 for the tokens of no sequence: dv of value head h, and dq and dk if it is the first of its key head's."""
+    token, of_none = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
+    rows = token * (HV * V) + h * V
+    zero_rows(dv + rows, HV * V, of_none, V, C, BV)
+    if h % (HV // H) == 0:
+        rows = token * (H * K) + (h // (HV // H)) * K
+        zero_rows(dq + rows, H * K, of_none, K, C, BV)
+        zero_rows(dk + rows, H * K, of_none, K, C, BV)
+
+
+@triton.jit
+def zero_rows(x, stride, which, width: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+    """0 in the columns below width of some rows of x."""
+    for first in range(0, width, BV):
+        column = first + tl.arange(0, BV)
+        p = x + tl.arange(0, C)[:, None] * stride + column[None, :]
+        tl.store(p, tl.zeros([C, BV], x.dtype.element_ty), mask=which[:, None] & (column < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def pairs_kernel(
+    q, k, do, dv, factors, lengths, E, pairs, tops, within, dq, dk, cu_seqlens,
+    T, N, slots, scale, q_stride, k_stride,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """What passes between the tokens of one chunk and value head: F and J, and X, which stays here.
+
+    Writes pairs [HV, slots, 2, C, C], F and J with the scale of their rows and the beta of their columns, in the dtype
+    of the products that they go into; tops [HV, slots, 2], what was taken out of them; and within [HV, slots, 3, C]:
+    rows and columns of X, and the sums over queries and keys of what dbeta gets.
     """
-    top = 1.0
-    if b_x.dtype == tl.float16:  # which holds no numbers of any size
+    h = tl.program_id(0) % HV
+    slot = tl.program_id(0) // HV
+    token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)
+    if left <= 0:
+        no_gradients(dq, dk, dv, cu_seqlens, slot, h, T, N, H, HV, K, V, C, BV, PACKED)
+        return
+
+    i, c, w = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BK)
+    unit, key_head = h.to(tl.int64) * slots + slot, h // (HV // H)
+    p_factors = factors + unit * (FACTORS * C)
+    p_lengths = lengths + (key_head.to(tl.int64) * slots + slot) * (2 * C)
+    corner = (token * HV + h) * V
+    F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for first in range(0, VP, BV):
+        b_E = tl.load(E + unit * (C * VP) + first + i[:, None] * VP + c[None, :])
+        b_do = load_rows(do + corner + first, HV * V, i, c, left, V - first)
+        b_dv = load_rows(dv + corner + first, HV * V, i, c, left, V - first)
+        F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
+        J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
+    qk, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for first in range(0, KP, BK):
+        b_q = load_rows(q + token * q_stride + key_head * K + first, q_stride, i, w, left, K - first)
+        b_k = load_rows(k + token * k_stride + key_head * K + first, k_stride, i, w, left, K - first)
+        qk = tl.dot(b_q, tl.trans(b_k), acc=qk, input_precision="ieee")
+        kk = tl.dot(b_k, tl.trans(b_k), acc=kk, input_precision="ieee")
+    weight_q, weight_k, beta = weights(p_lengths, p_factors, scale, C, NORM)
+    Gamma = strict_decay(p_factors, C, EXACT)
+    F *= weight_q[:, None]
+    own = tl.where(i[:, None] == i[None, :], F, 0.0)  # of queries and their own keys
+    F *= Gamma  # (9.7)
+    J *= Gamma * weight_k[:, None]  # (9.8)
+    store_pairs(pairs, tops, 2 * unit, (F + own) * beta[None, :], C)
+    store_pairs(pairs, tops, 2 * unit + 1, J * beta[None, :], C)
+    X = F * qk + J * kk
+    columns, p_within = tl.sum(X, 0), within + unit * (3 * C) + i
+    tl.store(p_within, tl.sum(X * beta[None, :], 1))  # (9.12)
+    tl.store(p_within + C, columns * beta)  # (9.12)
+    tl.store(p_within + 2 * C, columns + tl.sum(own * qk, 0))  # (9.10)
+
+
+@triton.jit
+def store_pairs(pairs, tops, n, F, C: tl.constexpr):
+    """F as matrix n of pairs."""
+    i, top = tl.arange(0, C), 1.0
+    if pairs.dtype.element_ty == tl.float16:  # which holds no numbers of any size
         top = tl.max(tl.max(tl.abs(F), 1), 0)
         top = tl.where(top > 1e-30, top, 1.0)
         F *= 1 / top
-    b_F = F.to(b_x.dtype)
-    y = tl.sum(x * b_x.to(tl.float32), 1)
-    x = tl.dot(b_F, b_kb, acc=x * (1 / top), input_precision="ieee") * top
-    return dx + x, b_F, top, y, tl.sum(x * b_x.to(tl.float32), 1)
+    tl.store(tops + n, top)
+    tl.store(pairs + n * (C * C) + i[:, None] * C + i[None, :], F.to(pairs.dtype.element_ty))
+
+
+# ------------------------------------------------------------------------------------------ gradients, all at once
 
 
 @triton.jit
-def no_gradients(
-    dq, dk, dv, cu_seqlens, slot, h, block, T, N, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """0 for the tokens of no sequence."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    token, of_none = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
-    i = tl.arange(0, C)
-    column = block * BK + tl.arange(0, BK)
-    p, mask = i[:, None] * (H * K) + column[None, :], of_none[:, None] & (column < K)[None, :]
-    tl.store(dq + (token * H + h) * K + p, tl.zeros([C, BK], dq.dtype.element_ty), mask=mask)
-    tl.store(dk + (token * H + h) * K + p, tl.zeros([C, BK], dk.dtype.element_ty), mask=mask)
-    if block == 0:
-        for r in range((HV // H) * NV):
-            hv, iv = h * (HV // H) + r // NV, r % NV
-            column_v = iv * BV + tl.arange(0, BV)
-            p_dv = dv + (token * HV + hv) * V + i[:, None] * (HV * V) + column_v[None, :]
-            inside = of_none[:, None] & (column_v < V)[None, :]
-            tl.store(p_dv, tl.zeros([C, BV], dv.dtype.element_ty), mask=inside)
+def through_norm(dx, x, length):
+    """dx, the gradient of x/|x| over |x|, without what of it points along x: that is lost   (2.5)"""
+    x = x.to(tl.float32) * length[:, None]
+    return dx - x * tl.sum(x * dx, 1)[:, None]
 
 
 @triton.jit
-def load_values(
-    m_do, m_dv, m_E, m_S, m_dS, unit, hv, iv, left, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
+def over_values(
+    do, dv, E, S, dS, left, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
-    """BV columns of V of one head of one chunk: do, dv, E [C, BV], and BK columns of S and dS [BV, BK]."""
-    WHOLE: tl.constexpr = TMA and V % BV == 0
-    b_S = read_block(m_S, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
-    b_dS = read_block(m_dS, unit * VP + iv * BV, 0, KP, BK, BV, BK, TMA)
-    b_do = read_columns(m_do, hv * V + iv * BV, HV * V, left, V - iv * BV, C, BV, WHOLE)
-    b_dv = read_columns(m_dv, hv * V + iv * BV, HV * V, left, V - iv * BV, C, BV, WHOLE)
-    b_E = read_block(m_E, unit * C, iv * BV, VP, VP, C, BV, TMA)
-    return b_do, b_dv, b_E, b_S, b_dS
-
-
-@triton.jit
-def earlier_columns(
-    m_do, m_dv, m_E, m_S, m_dS, unit, hv, left, blocks, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """The sums over V of one_head as far as the first blocks of BV columns go."""
-    F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    """The sums over V of one_head, BK columns of K: do S^T, dv S^T, E dS'^T [C, BK] and S dS'^T [BK, BK]."""
+    i, w, column = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     x, a, e = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     ends = tl.zeros([BK, BK], tl.float32)
-    for iv in tl.range(0, blocks, num_stages=1):
-        b_do, b_dv, b_E, b_S, b_dS = load_values(
-            m_do, m_dv, m_E, m_S, m_dS, unit, hv, iv, left, HV, V, C, BK, BV, KP, VP, TMA
-        )  # fmt: skip
-        F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
-        J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
+    for first in tl.static_range(0, VP, BV):
+        p_state = (first + column)[:, None] * KP + w[None, :]
+        b_S, b_dS = tl.load(S + p_state), tl.load(dS + p_state)
+        b_do = load_rows(do + first, HV * V, i, column, left, V - first)
+        b_dv = load_rows(dv + first, HV * V, i, column, left, V - first)
+        b_E = tl.load(E + first + i[:, None] * VP + column[None, :])
         x = tl.dot(b_do, b_S, acc=x, input_precision="ieee")
         a = tl.dot(b_dv, b_S, acc=a, input_precision="ieee")
         e = tl.dot(b_E, b_dS, acc=e, input_precision="ieee")
         ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
-    return F, J, x, a, e, ends
+    return x, a, e, ends
 
 
 @triton.jit
 def one_head(
-    hv, dq, dk, own, q, k, qk, m_do, m_dv, m_E, m_S, m_dS, p_lengths, factors, sums, left, block, slot, slots, scale,
-    q_stride, k_stride,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr, TMA: tl.constexpr, EXACT: tl.constexpr,
+    hv, dq, dk, b_q, b_k, do, dv, E, S, dS, pairs, tops, factors, sums, token, left, block, slot, slots,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr,
+    VP: tl.constexpr,
 ):  # fmt: skip
-    """One value head of gradients_kernel: (dq, dk, own) with its share, own that of queries and their own keys.
-
-    Each sum over V ends where it is used, and is done with before the next begins: one or two at a time take registers.
-    """
-    LAST: tl.constexpr = (V + BV - 1) // BV - 1
-    i, w = tl.arange(0, C), tl.arange(0, BK)
+    """One value head of gradients_kernel: (dq, dk) with its share."""
+    i, w, two = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, 2)
     unit = hv.to(tl.int64) * slots + slot
-    p_factors = factors + unit * (FACTORS * C)
-    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (5 * C + BK)
-    # A zero that no compiler knows of: what does not change from head to head would be made once, for all of them, and
-    # fill the registers; a loop of few rounds would be written out.
-    zero = tl.where(hv + slots < 0, 1, 0)
-    F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    x, a, e = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    ends = tl.zeros([BK, BK], tl.float32)
     # load
-    if LAST > 0:
-        F, J, x, a, e, ends = earlier_columns(
-            m_do, m_dv, m_E, m_S, m_dS, unit, hv, left, LAST + zero, HV, V, C, BK, BV, KP, VP, TMA
-        )  # fmt: skip
-    b_do, b_dv, b_E, b_S, b_dS = load_values(
-        m_do, m_dv, m_E, m_S, m_dS, unit, hv, LAST, left, HV, V, C, BK, BV, KP, VP, TMA
-    )  # fmt: skip
-    b_q = load_rows(q + 16 * zero, q_stride, i, w, left, K - block * BK)
-    b_k = load_rows(k + 16 * zero, k_stride, i, w, left, K - block * BK)
+    p_pairs = pairs + unit * (2 * C * C) + i[:, None] * C + i[None, :]
+    b_F, b_J = tl.load(p_pairs), tl.load(p_pairs + C * C)
+    top_F, top_J = tl.load(tops + 2 * unit), tl.load(tops + 2 * unit + 1)
+    p_factors = factors + unit * (FACTORS * C) + i
+    query, read = tl.load(p_factors + QUERY * C), tl.load(p_factors + READ * C)
+    write = tl.load(p_factors + WRITE * C)
     # compute
-    ends = tl.dot(tl.trans(b_S), b_dS, acc=ends, input_precision="ieee")
-    tl.store(p_sums + 5 * C + w, tl.sum(tl.where(w[:, None] == w[None, :] + zero, ends, 0.0), 1))  # (9.13)
-    F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
-    weight_q, weight_k, beta = weights(p_lengths, p_factors, scale, C, NORM)
-    diagonal = tl.sum(tl.where(i[:, None] == i[None, :] + zero, F, 0.0), 1) * weight_q
-    Gamma = strict_decay(p_factors, zero, C, EXACT)
-    b_kb = (b_k.to(tl.float32) * beta[:, None]).to(b_k.dtype)
-    x = tl.dot(b_do, b_S, acc=x, input_precision="ieee") * tl.load(p_factors + QUERY * C + i)[:, None]
-    dq, b_F, top, y, rows = reading(dq, x, F * (Gamma * weight_q[:, None]), b_q, b_kb)  # (9.7)
-    c = tl.dot(tl.trans(b_F), b_q, input_precision="ieee") * top
-    J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
-    a = tl.dot(b_dv, b_S, acc=a, input_precision="ieee") * -tl.load(p_factors + READ * C + i)[:, None]
-    dk, b_F, top, y_k, rows_k = reading(dk, a, J * (Gamma * weight_k[:, None]), b_k, b_kb)  # (9.8)
-    tl.store(p_sums + i, y + y_k)
-    tl.store(p_sums + C + i, rows + rows_k)
-    c = tl.dot(tl.trans(b_F), b_k, acc=c * (1 / top), input_precision="ieee") * top  # (9.9)
-    dk += c * beta[:, None]
-    tl.store(p_sums + 2 * C + i, tl.sum(c * b_kb.to(tl.float32), 1))  # (9.12)
-    tl.store(p_sums + 3 * C + i, tl.sum(c * b_k.to(tl.float32), 1) + diagonal * qk)  # (9.10)
-    e = tl.dot(b_E, b_dS, acc=e, input_precision="ieee")
-    tl.store(p_sums + 4 * C + i, tl.sum(e * b_k.to(tl.float32), 1))  # (9.10), (9.13)
-    dk += e * tl.load(p_factors + WRITE * C + i)[:, None]  # (9.9)
-    return dq, dk, own + beta * diagonal
+    corner, state = (token * HV + hv) * V, unit * (VP * KP) + block * BK
+    x, a, e, ends = over_values(
+        do + corner, dv + corner, E + unit * (C * VP), S + state, dS + state, left, HV, V, C, BK, BV, KP, VP
+    )  # fmt: skip
+    x *= query[:, None]
+    a *= -read[:, None]
+    y = x * b_q.to(tl.float32) + a * b_k.to(tl.float32)
+    z = e * b_k.to(tl.float32)
+    p_sums = sums + ((block * HV + hv).to(tl.int64) * slots + slot) * (2 * C + BK)
+    tl.store(p_sums + 2 * i[:, None] + two[None, :], tl.sum(tl.join(y, z), 1))  # (9.13), with one wait instead of two
+    tl.store(p_sums + 2 * C + w, tl.sum(tl.where(w[:, None] == w[None, :], ends, 0.0), 1))  # (9.13)
+    dq += x  # (9.7)
+    dk += a + e * write[:, None]  # (9.8), (9.9)
+    # Added up by hand: of products that start from another one's sum Triton gives all columns to every warp, and eight
+    # warps would do the work of four twice.
+    dq += tl.dot(b_F, b_k, input_precision="ieee") * top_F  # (9.7)
+    dk += tl.dot(b_J, b_k, input_precision="ieee") * top_J  # (9.8)
+    dk += tl.dot(tl.trans(b_F), b_q, input_precision="ieee") * top_F  # (9.9)
+    dk += tl.dot(tl.trans(b_J), b_k, input_precision="ieee") * top_J  # (9.9)
+    return dq, dk
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def gradients_kernel(
-    q, k, do, dv, factors, lengths, E, S, dS, dq, dk, sums, cu_seqlens,
-    T, N, slots, scale, q_stride, k_stride,
+    q, k, do, dv, factors, lengths, E, S, dS, pairs, tops, dq, dk, sums, cu_seqlens,
+    T, N, slots, q_stride, k_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
-    TMA: tl.constexpr, EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """BK columns of K of one chunk of one key head, and of all value heads that share it: they are summed here.
 
-    Writes dq and dk [.., H, K], and sums [NK, HV, slots, 5 C + BK], which finish_kernel needs: y; rows of X with y, and
-    columns of X; k.c in two parts; the diagonal of S dS'^T. No loop has loads in flight: the programs of a processor
-    wait in turns instead. (With loads in flight a tile that feeds a sum as well as products gets a single buffer on
-    Hopper, Triton 3.6, and the next copy overwrites what is still read. So <S, dS'> is the trace of a product.)
+    Writes dq and dk [.., H, K], and sums [NK, HV, slots, 2 C + BK], which finish_kernel needs: y and, but for beta and
+    the decay, z of every token; the diagonal of S dS'^T. The loop has the tiles of the next head on their way. None of
+    them feeds a sum as well as products: on Hopper under Triton 3.6 it would get a single buffer, and the next copy
+    could overwrite what is still read. So <S, dS'> is the trace of a product.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     block = tl.program_id(0) % NK
     h = (tl.program_id(0) // NK) % H
     slot = tl.program_id(0) // NK // H
     token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)
-    if left <= 0:
-        no_gradients(dq, dk, dv, cu_seqlens, slot, h, block, T, N, H, HV, K, V, C, BK, BV, PACKED)
+    if left <= 0:  # pairs_kernel has seen to that
         return
 
     i, w = tl.arange(0, C), tl.arange(0, BK)
-    width = K - block * BK
-    x_q, x_k = q + token * q_stride + h * K + block * BK, k + token * k_stride + h * K + block * BK
-    p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
-    m_E = rows_of(E, VP, HV * slots * C, VP, C, BV, TMA)
-    m_S = rows_of(S + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
-    m_dS = rows_of(dS + block * BK, KP, HV * slots * VP, KP, BV, BK, TMA)
-    b_q = load_rows(x_q, q_stride, i, w, left, width)
-    b_k = load_rows(x_k, k_stride, i, w, left, width)
-    qk = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-    m_do = rows_of(do + token * (HV * V), HV * V, left, HV * V, C, BV, TMA and V % BV == 0)
-    m_dv = rows_of(dv + token * (HV * V), HV * V, left, HV * V, C, BV, TMA and V % BV == 0)
-    b_dq, b_dk, own = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
-    for r in tl.range(0, HV // H + tl.where(slots < 0, 1, 0), num_stages=1):
-        b_dq, b_dk, own = one_head(
-            h * (HV // H) + r, b_dq, b_dk, own, x_q, x_k, qk, m_do, m_dv, m_E, m_S, m_dS, p_lengths, factors, sums,
-            left, block, slot, slots, scale, q_stride, k_stride, HV, K, V, C, BK, BV, KP, VP, NORM, TMA, EXACT,
+    first, width = block * BK, K - block * BK
+    b_q = load_rows(q + token * q_stride + h * K + first, q_stride, i, w, left, width)
+    b_k = load_rows(k + token * k_stride + h * K + first, k_stride, i, w, left, width)
+    b_dq, b_dk = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    for r in tl.range(0, HV // H, num_stages=STAGES):
+        b_dq, b_dk = one_head(
+            h * (HV // H) + r, b_dq, b_dk, b_q, b_k, do, dv, E, S, dS, pairs, tops, factors, sums, token, left, block,
+            slot, slots, HV, V, C, BK, BV, KP, VP,
         )  # fmt: skip
-    b_q = load_rows(x_q, q_stride, i, w, left, width)
-    b_k = load_rows(x_k, k_stride, i, w, left, width)
-    b_dq += own[:, None] * b_k.to(tl.float32)
-    b_dk += own[:, None] * b_q.to(tl.float32)
     if NORM and NK == 1:
-        b_dq = through_norm(b_dq, b_q, tl.load(p_lengths + i))
-        b_dk = through_norm(b_dk, b_k, tl.load(p_lengths + C + i))
-    corner = (token * H + h) * K + block * BK
+        p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C) + i
+        b_dq = through_norm(b_dq, b_q, tl.load(p_lengths))
+        b_dk = through_norm(b_dk, b_k, tl.load(p_lengths + C))
+    corner = (token * H + h) * K + first
     store_rows(dq + corner, H * K, i, w, left, width, b_dq)
     store_rows(dk + corner, H * K, i, w, left, width, b_dk)
 
@@ -448,7 +434,7 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
 def finish_kernel(
-    g, beta, A_log, dt_bias, cu_seqlens, factors, lengths, sums, dg, dbeta, share,
+    g, beta, A_log, dt_bias, cu_seqlens, factors, lengths, within, sums, dg, dbeta, share,
     T, N, slots, g_stride, beta_stride,
     H: tl.constexpr, HV: tl.constexpr, C: tl.constexpr, NK: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
     NORM: tl.constexpr, HAS_G: tl.constexpr, RAW_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
@@ -468,19 +454,17 @@ def finish_kernel(
         token, written = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
 
     # load
-    y, rows, columns = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    d_beta = tl.zeros([C], tl.float32)
-    to_end, from_last, ends = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([BK], tl.float32)
-    after = valid & (i > 0)
+    p_within = within + (h.to(tl.int64) * slots + slot) * (3 * C) + i
+    pairs = tl.load(p_within, mask=valid, other=0.0) - tl.load(p_within + C, mask=valid, other=0.0)
+    d_beta = tl.load(p_within + 2 * C, mask=valid, other=0.0)
+    y, to_end, from_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    ends, after = tl.zeros([BK], tl.float32), valid & (i > 0)
     for block in range(NK):
-        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (5 * C + BK)
-        y += tl.load(p_sums + i, mask=valid, other=0.0)
-        rows += tl.load(p_sums + C + i, mask=valid, other=0.0)
-        columns += tl.load(p_sums + 2 * C + i, mask=valid, other=0.0)
-        d_beta += tl.load(p_sums + 3 * C + i, mask=valid, other=0.0)
-        to_end += tl.load(p_sums + 4 * C + i, mask=valid, other=0.0)
-        from_last += tl.load(p_sums + 4 * C + i - 1, mask=after, other=0.0)  # of the token before
-        ends += tl.load(p_sums + 5 * C + w, mask=w < left * BK, other=0.0)
+        p_sums = sums + ((block * HV + h).to(tl.int64) * slots + slot) * (2 * C + BK)
+        y += tl.load(p_sums + 2 * i, mask=valid, other=0.0)
+        to_end += tl.load(p_sums + 2 * i + 1, mask=valid, other=0.0)
+        from_last += tl.load(p_sums + 2 * i - 1, mask=after, other=0.0)  # of the token before
+        ends += tl.load(p_sums + 2 * C + w, mask=w < left * BK, other=0.0)
     p_factors = factors + (h.to(tl.int64) * slots + slot) * (FACTORS * C)
     b_beta = tl.load(p_factors + BETA * C + i, mask=valid, other=0.0)
     beta_last = tl.load(p_factors + BETA * C + i - 1, mask=after, other=0.0)
@@ -501,7 +485,7 @@ def finish_kernel(
     p_decays += (REST - WHOLE) * C
     rest = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
     across = after & (power(whole, rest) > 0)
-    d_g = tl.where(across, tl.cumsum(rows - columns, 0, reverse=True), tl.cumsum(y, 0, reverse=True))
+    d_g = tl.cumsum(y, 0, reverse=True) + tl.where(across, tl.cumsum(pairs, 0, reverse=True), 0.0)
     d_g += tl.cumsum(z, 0) + tl.sum(ends, 0) * end
     d_beta += late(p_factors, i, valid, left, C) * to_end
     at = (token + i) * HV + h

@@ -5,7 +5,7 @@ Hopper and in float32, for keys up to 128 wide), or makes again, which takes tim
 passes. In bytes, for a token and a value head at K = V = 128 and 16-bit inputs, in chunks of 64:
 
     of the forward, kept or made again      A and P 256, factors 32, S 512, E 256          1.0 KB
-    needed on the way                       dS 512, sums 48                                0.5 KB
+    needed on the way                       dS 512, pairs 256, sums 32                     0.8 KB
     inputs and gradients                    q and k of a fourth of the heads 128, v, o and do 768, dv, dq, dk 384
 """
 
@@ -23,6 +23,7 @@ from .backward import (
     finish_kernel,
     gradients_kernel,
     lengths_kernel,
+    pairs_kernel,
     states_kernel,
 )
 from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two, state_strides
@@ -40,45 +41,43 @@ class Config(NamedTuple):
     tma: bool  # whether the copy engine loads the tiles (Hopper and later)
     prepare_warps: int
     BK: int  # columns of K that a program of the gradients has
-    block: int  # columns of V that it takes at once
+    block: int  # columns of V that it takes at once, and columns of K or V that a program of the pairs does
     gradient_warps: int
+    gradient_stages: int  # value heads whose loads are in flight
 
 
 FP32 = {
-    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8),),
-    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8),),
+    (4, False): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
+    (4, True): (Config(16, 16, 8, 1, 1, False, 4, 32, 16, 8, 1),),
 }
-# (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward. Of the
-# gradients' products every row of 16 is one warp's, and more warps than rows would all do the same: chunks of 32 tokens
-# have two, with as many columns as their registers hold.
+# (bytes an element, K > 128): one configuration, or one of narrow and one of wide programs, as in the forward. Where
+# chunks have 32 tokens the gradients have as many columns as few warps hold in registers.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
-    # Hopper: of the gradients two programs of one warpgroup each share a processor, 104 KB apiece, and one works while
-    # the other waits for its tiles. They spill, which costs a sixteenth of their instructions; with 32 columns of K
-    # they would spill less, but do twice the work on pairs.
+    # Hopper: of the gradients one program of two warpgroups has a processor with the tiles of two heads, 209 KB.
     "sm_90": {
         (2, False): (
-            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 4),
-            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 4),
+            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
+            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
         ),
         # Wide keys without the copy engine: with it, blocks of 32 rows met an illegal instruction on an H200, and those
         # of 64 spill.
-        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 16, 2),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 16, 2, 1),),
         **FP32,
     },
     "sm_100": {
-        (2, False): (Config(32, 64, 8, 3, 2, True, 4, 16, 32, 2),),
-        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 16, 32, 2),),
+        (2, False): (Config(32, 64, 8, 3, 2, True, 4, 16, 32, 4, 1),),
+        (2, True): (Config(32, 64, 8, 2, 1, True, 8, 16, 32, 4, 1),),
         **FP32,
     },
     # Without a copy engine and with products that start from registers, chunks of 32 are what spills nothing.
     "sm_80": {
-        (2, False): (Config(32, 32, 8, 2, 2, False, 8, 16, 32, 2),),
-        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 32, 2),),
+        (2, False): (Config(32, 32, 8, 2, 2, False, 8, 16, 32, 4, 1),),
+        (2, True): (Config(32, 16, 8, 2, 2, False, 8, 16, 32, 4, 1),),
         **FP32,
     },
     "gfx942": {
-        (2, False): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2),),
-        (2, True): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2),),
+        (2, False): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2, 1),),
+        (2, True): (Config(32, 32, 4, 1, 1, False, 4, 32, 32, 2, 1),),
         **FP32,
     },
 }
@@ -98,10 +97,7 @@ def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences:
     if wide and V > narrow.BV and not (packed and 2 * head_sequences < 3 * device.processors):
         waves = [-(-head_sequences * -(-V // c.BV) // device.processors) for c in (narrow, wide[0])]
         narrow = wide[0] if 1.64 * waves[1] < waves[0] else narrow
-    least_K, least_V = power_of_two(K), power_of_two(V)
-    return narrow._replace(
-        BV=min(narrow.BV, least_V), BK=min(narrow.BK, least_K), block=min(narrow.block, least_V)
-    )  # fmt: skip
+    return narrow
 
 
 # ---------------------------------------------------------------------------------------------------- plans
@@ -176,12 +172,15 @@ ARGUMENTS = {
     "states": ("k", "v", "tiles", "factors", "initial", "S", "E", "cu_seqlens"),
     "adjoints": ("q", "k", "do", "tiles", "factors", "dfinal", "dS", "dv", "dinitial", "cu_seqlens"),
     "lengths": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
+    "pairs": (
+        "q", "k", "do", "dv", "factors", "lengths", "E", "pairs", "tops", "within", "dq", "dk", "cu_seqlens",
+    ),
     "gradients": (
-        "q", "k", "do", "dv", "factors", "lengths", "E", "S", "dS", "dq", "dk", "sums", "cu_seqlens",
+        "q", "k", "do", "dv", "factors", "lengths", "E", "S", "dS", "pairs", "tops", "dq", "dk", "sums", "cu_seqlens",
     ),
     "lengths_last": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
     "finish": (
-        "g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors", "lengths", "sums", "dg", "dbeta", "share",
+        "g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors", "lengths", "within", "sums", "dg", "dbeta", "share",
     ),
 }  # fmt: skip
 
@@ -204,10 +203,19 @@ def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config,
             device if copied else device.without_copies(), q.element_size(), q.shape[3], V, heads,
             cu_seqlens is not None,
         )  # fmt: skip
+    least_K, least_V = power_of_two(q.shape[3]), power_of_two(V)  # no tile is wider than what it is of
+    config = config._replace(
+        BV=min(config.BV, least_V), BK=min(config.BK, least_K), block=min(config.block, least_V)
+    )  # fmt: skip
     VP = -(-V // config.BV) * config.BV
     if VP % config.block:  # whoever rounded up to whole blocks would have programs without a column of V, and the copy
         config = config._replace(block=config.BV)  # engine takes no matrix of width 0
     return config, copied, VP
+
+
+def _gradient_stages(config: Config, VP: int) -> int:
+    """Heads whose loads are in flight: shared memory does not hold those of two where they come in several blocks."""
+    return config.gradient_stages if VP <= config.block else 1
 
 
 _plans: dict[tuple, Plan] = {}
@@ -301,11 +309,17 @@ def make_plan(
     lengths = (*sizes, q_, k_, H, K, C, KP, packed)
     if use_qk_l2norm:
         launches["lengths"] = Launch(lengths_kernel, slots * H, (*lengths, False), num_warps=8)
+    launches["pairs"] = Launch(
+        pairs_kernel, slots * HV,
+        (*sizes, scale, q_, k_, *shape, C, min(config.block, KP), config.block, KP, VP, packed, use_qk_l2norm,
+         q.dtype == torch.float32),
+        num_warps=config.prepare_warps, num_stages=1,
+    )  # fmt: skip
+    stages = _gradient_stages(config, VP)
     launches["gradients"] = Launch(
         gradients_kernel, slots * H * NK,
-        (*sizes, scale, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, tma,
-         q.dtype == torch.float32),
-        num_warps=config.gradient_warps, num_stages=1,
+        (*sizes, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, stages),
+        num_warps=config.gradient_warps, num_stages=stages,
     )  # fmt: skip
     if use_qk_l2norm and NK > 1:
         launches["lengths_last"] = Launch(lengths_kernel, slots * H, (*lengths, True), num_warps=8)
@@ -327,7 +341,10 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
     work |= {
         "dS": states["S"],
         "lengths": ((H, slots, 2, C), single),
-        "sums": ((NK, HV, slots, 5 * C + config.BK), single),
+        "pairs": ((HV, slots, 2, C, C), q.dtype),
+        "tops": ((HV, slots, 2), single),
+        "within": ((HV, slots, 3, C), single),
+        "sums": ((NK, HV, slots, 2 * C + config.BK), single),
     }
     results = {
         "dq": (q.shape, q.dtype),
@@ -388,14 +405,19 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
         _target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states),
         _target(f"adjoints/{name}", adjoints_kernel, dtype, scan, **adjoints),
     ]
-    blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K, "NORM": False, "EXACT": dtype == "fp32"}
-    how = {"num_warps": config.gradient_warps, "num_stages": 1, "hot": hot}
+    blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K}
     name = f"{where}/BK{config.BK}/BV{config.block}"
-    if config == first or config[-3:] != first[-3:]:  # BK and what follows it
-        targets.append(_target(f"gradients/{name}/packed", gradients_kernel, dtype, blocks, **how))
+    if config == first or config[-4:] != first[-4:]:  # BK and what follows it
+        targets.append(_gradients_target(f"gradients/{name}/packed", config, dtype, {**blocks, "NORM": False}))
     if config != first:
         return targets
-    targets.append(_target(f"gradients/{name}/norm", gradients_kernel, dtype, {**blocks, "NORM": True}, **how))
+    targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, blocks))
+    if K <= WIDEST_KEPT:  # V wider than a block
+        wide = {**blocks, "V": 2 * K, "VP": 2 * K, "NORM": False}
+        targets.append(_gradients_target(f"gradients/{name}/V{2 * K}", config, dtype, wide, hot=False))
+    blocks |= {"BK": config.block, "EXACT": dtype == "fp32"}
+    how = {"num_warps": config.prepare_warps, "num_stages": 1, "hot": hot}
+    targets.append(_target(f"pairs/{where}", pairs_kernel, dtype, blocks, **how))
     sums = {**scan, "NK": -(-K // config.BK), "BK": config.BK}
     targets.append(_target(f"finish/{where}", finish_kernel, dtype, sums, num_warps=2, hot=hot))
     for last in (False, True):
@@ -404,11 +426,18 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
     return targets
 
 
+def _gradients_target(name: str, config: Config, dtype: str, constants: dict, hot: bool = True) -> CompileTarget:
+    stages = _gradient_stages(config, constants["VP"])
+    how = {"num_warps": config.gradient_warps, "num_stages": stages, "hot": hot and dtype != "fp32"}
+    return _target(name, gradients_kernel, dtype, {**constants, "STAGES": stages}, **how)
+
+
 def _target(name: str, kernel, dtype: str, constants: dict, tiles: str | None = None, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS")
+    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS", "pairs")
     singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
+    singles += ("tops", "within", "dg", "dbeta", "share")
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
-    known |= {x: "*fp32" for x in (*singles, "dg", "dbeta", "share")} | {"tiles": f"*{tiles or dtype}"}
+    known |= {x: "*fp32" for x in singles} | {"tiles": f"*{tiles or dtype}"}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))

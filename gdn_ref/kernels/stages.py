@@ -311,7 +311,7 @@ def chunk_scaled_dot_kkt_fwd(
     (_, T, H, K), HV = k.shape, beta.shape[2]
     A = _output(chunks, (*beta.shape, chunk_size), output_dtype or torch.float32, k.device)
     args = (*_ready(k, g, beta), A, chunks.cu_seqlens, chunks.indices, T)
-    sizes = (H, HV, K, chunk_size, _tile(K), g is not None, chunks.packed)
+    sizes = (H, HV, K, chunk_size, _tile(K, k.dtype), g is not None, chunks.packed)
     _launch(chunk_scaled_dot_kkt_fwd_kernel, (chunks.number, HV), *args, *sizes)
     return A
 
@@ -363,7 +363,7 @@ def recompute_w_u_fwd(
     w = _output(chunks, (*beta.shape, K), k_.dtype, k.device)
     u = _output(chunks, v.shape, v_.dtype, k.device)
     args = (k_, v_, beta, w, u, A, g, chunks.cu_seqlens, chunks.indices, T)
-    sizes = (H, HV, K, V, C, _tile(K), _tile(V), g is not None, chunks.packed)
+    sizes = (H, HV, K, V, C, _tile(K, k_.dtype), _tile(V, v_.dtype), g is not None, chunks.packed)
     _launch(recompute_w_u_fwd_kernel, (chunks.number, HV), *args, *sizes)
     return WU(w.to(k.dtype), u.to(v.dtype))
 
@@ -399,11 +399,12 @@ def chunk_states(
     delta = _output(chunks, u.shape, torch.float32, u.device)
     final_state = k.new_empty(N, HV, K, V, dtype=torch.float32)
     args = (*_ready(k, w, u, g), h, delta, _ready(initial_state), final_state, chunks.cu_seqlens)
-    BV = _state_columns(K, V, k.dtype)
-    sizes = (H, HV, K, V, chunk_size, max(16, triton.next_power_of_2(K)), BV)
+    BV = _state_columns(V, args[0].dtype)
+    sizes = (H, HV, K, V, chunk_size, _state_rows(K, args[0].dtype), BV)
     given = (g is not None, initial_state is not None, chunks.packed)
     grid = (N, HV, triton.cdiv(V, BV))
-    _launch(chunk_states_kernel, grid, *args, _chunk_offsets(chunks, chunk_size), T, *sizes, *given)
+    warps = _warps(args[0].dtype, K)
+    _launch(chunk_states_kernel, grid, *args, _chunk_offsets(chunks, chunk_size), T, *sizes, *given, warps=warps)
     return ChunkStates(h, delta, final_state)
 
 
@@ -430,8 +431,9 @@ def chunk_output(
     o = _output(chunks, delta.shape, torch.float32, q.device)
     scale = K**-0.5 if scale is None else scale
     args = (*_ready(q, k, delta, h, g), o, chunks.cu_seqlens, chunks.indices, T, scale)
-    sizes = (H, HV, K, V, chunk_size, _tile(K), _tile(V), g is not None, chunks.packed)
-    _launch(chunk_output_kernel, (chunks.number, HV, triton.cdiv(V, _tile(V))), *args, *sizes)
+    BV = _tile(V, args[0].dtype)
+    sizes = (H, HV, K, V, chunk_size, _tile(K, args[0].dtype), BV, g is not None, chunks.packed)
+    _launch(chunk_output_kernel, (chunks.number, HV, triton.cdiv(V, BV)), *args, *sizes)
     return o
 
 
@@ -475,14 +477,22 @@ def _chunk_offsets(chunks: Chunks, chunk_size: int) -> Tensor | None:
     return numbers.cumsum(0) - numbers
 
 
-def _tile(width: int) -> int:
-    return min(64, max(16, triton.next_power_of_2(width)))
+def _tile(width: int, dtype: torch.dtype) -> int:
+    """Columns of a tile along K or V. In 16 bits always 64: of two operands whose rows are not of one width, and whose
+    places in shared memory are the same one after the other, ptxas 12.8 (Triton 3.4 to 3.6, Hopper) may build the
+    second descriptor from a register that nobody set."""
+    return min(64, max(16, triton.next_power_of_2(width))) if dtype == torch.float32 else 64
 
 
-def _state_columns(K: int, V: int, dtype: torch.dtype) -> int:
-    """Columns of the state that a program holds over the whole of K: 8192 numbers at most, 64 a thread. float32, whose
-    products are unrolled, compiles the faster the fewer they are."""
-    return min(_tile(V), 16 if dtype == torch.float32 else 32 if K > 128 else 64)
+def _state_rows(K: int, dtype: torch.dtype) -> int:
+    """The whole of K, in whole tiles."""
+    return max(_tile(K, dtype), triton.next_power_of_2(K))
+
+
+def _state_columns(V: int, dtype: torch.dtype) -> int:
+    """Columns of the state that a program holds over the whole of K: 8192 numbers at most, or 16384 by twice as many
+    warps. float32, whose products are unrolled, compiles the faster the fewer they are."""
+    return min(_tile(V, dtype), 16 if dtype == torch.float32 else 64)
 
 
 def _ready(*tensors: Tensor | None):
@@ -496,18 +506,16 @@ def _output(chunks: Chunks, shape, dtype: torch.dtype, device) -> Tensor:
     return (torch.zeros if chunks.packed else torch.empty)(shape, dtype=dtype, device=device)
 
 
-def _launch(kernel, grid: tuple[int, ...], *args) -> None:
+def _launch(kernel, grid: tuple[int, ...], *args, warps: int | None = None) -> None:
     # num_stages = 1: these kernels are to be right and readable on every device, so no loop is pipelined.
     with torch.cuda.device(args[0].device) if args[0].is_cuda else contextlib.nullcontext():
-        kernel[grid](*args, num_warps=_warps(args[0].dtype), num_stages=1)
+        kernel[grid](*args, num_warps=warps or _warps(args[0].dtype), num_stages=1)
 
 
-def _warps(dtype: torch.dtype) -> int:
-    """Warps for a kernel whose operands have this dtype: 8 for float32, whose products are unrolled multiply-adds.
-
-    With 4 they compile for three times as long.
-    """
-    return 8 if dtype == torch.float32 else 4
+def _warps(dtype: torch.dtype, state: int = 0) -> int:
+    """Warps for a kernel whose operands have this dtype, and that holds a state of so many keys: 8 for more than 128,
+    and for float32, whose products are unrolled multiply-adds and compile for three times as long with 4."""
+    return 8 if dtype == torch.float32 or state > 128 else 4
 
 
 # ------------------------------------------------------------------------------------------ for the compile test
@@ -517,25 +525,30 @@ def compile_targets(arch: str):
     """Yield a CompileTarget for every kernel, by 16-bit and by float32 operands; none is hot.
 
     Tiles along K and V are at most 64 wide, so one width does for all kernels but chunk_states_kernel, which holds the
-    whole of K. bfloat16 and float16 compile alike.
+    whole of K, and for those whose operands may differ in width. bfloat16 and float16 compile alike.
     """
     for kernel in KERNELS:
-        yield _target_of(kernel, torch.bfloat16, 256, packed=False)
-        yield _target_of(kernel, torch.float32, 256, packed=True)
-    yield _target_of(chunk_states_kernel, torch.bfloat16, 128, packed=True)
+        yield _target_of(kernel, torch.bfloat16, 256, 256, packed=False)
+        yield _target_of(kernel, torch.float32, 256, 256, packed=True)
+    yield _target_of(chunk_states_kernel, torch.bfloat16, 128, 128, packed=True)
+    for kernel in (recompute_w_u_fwd_kernel, chunk_states_kernel, chunk_output_kernel):
+        for K, V in ((256, 20), (20, 256)):
+            yield _target_of(kernel, torch.bfloat16, K, V, packed=False)
 
 
-def _target_of(kernel, dtype: torch.dtype, width: int, packed: bool) -> CompileTarget:
+def _target_of(kernel, dtype: torch.dtype, K: int, V: int, packed: bool) -> CompileTarget:
     tokens = "*bf16" if dtype == torch.bfloat16 else "*fp32"
     others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
     pointers = dict.fromkeys(("q", "k", "v", "w", "u"), tokens) | dict.fromkeys(others, "*fp32")
     pointers |= dict.fromkeys(("A", "X"), tokens) if kernel is solve_tril_kernel else {}
-    sizes = {"H": 2, "HV": 4, "K": width, "V": width, "BT": 64, "BK": _tile(width), "BV": _tile(width)}
-    sizes |= {"BK": width, "BV": _state_columns(width, width, dtype)} if kernel is chunk_states_kernel else {}
+    sizes = {"H": 2, "HV": 4, "K": K, "V": V, "BT": 64, "BK": _tile(K, dtype), "BV": _tile(V, dtype)}
+    states = {"BK": _state_rows(K, dtype), "BV": _state_columns(V, dtype)}
+    sizes |= states if kernel is chunk_states_kernel else {}
     flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
     operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
-    name = f"{kernel.__name__} K{width} V{width} {tokens[1:]}{' packed' if packed else ''}"
-    return _target(name, kernel, pointers, sizes | flags | operands, _warps(dtype), packed)
+    name = f"{kernel.__name__} K{K} V{V} {tokens[1:]}{' packed' if packed else ''}"
+    warps = _warps(dtype, K if kernel is chunk_states_kernel else 0)
+    return _target(name, kernel, pointers, sizes | flags | operands, warps, packed)
 
 
 def _target(name: str, kernel, pointers: dict[str, str], constexprs: dict, warps: int, packed: bool) -> CompileTarget:
