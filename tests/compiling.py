@@ -51,6 +51,10 @@ KNOWN_SPILLS = {
     ("sm_80", "prepare/bf16/K128/C64/packed/norm"): {"3.9": 48},  # it has no loop over chunks
     ("gfx942", "scan/bf16/K128/C64/BV32/packed"): {"3.4": 32},
     ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 32},
+    ("sm_90", "gradients/bf16/K128/C64/BK64/BV128/packed"): {"3.9": 32},
+    ("sm_90", "gradients/bf16/K128/C64/BK64/BV128/norm"): {"3.9": 32},
+    ("sm_100", "gradients/bf16/K256/C32/BK16/BV32/packed"): {"3.4": 28},
+    ("sm_100", "gradients/bf16/K256/C32/BK16/BV32/norm"): {"3.4": 28},
 }
 
 
