@@ -327,7 +327,7 @@ def make_plan(
     launches["finish"] = Launch(finish_kernel, slots * HV, numbers, num_warps=2)
     work, results = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config, kept)
     if tma:
-        programs = max(one.grid[0] for one in launches.values())
+        programs = launches["adjoints"].grid[0]  # which alone have descriptors, and the states, which have as many
         work["scratch"] = (programs * launch.SCRATCH_A_PROGRAM,), torch.uint8
     return Plan(launches, Work(work), results, q.device, tma, to_arrange, dtypes)
 
@@ -412,7 +412,7 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
     if config != first:
         return targets
     targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, blocks))
-    if K <= WIDEST_KEPT:  # V wider than a block
+    if K == 128:  # V in several blocks
         wide = {**blocks, "V": 2 * K, "VP": 2 * K, "NORM": False}
         targets.append(_gradients_target(f"gradients/{name}/V{2 * K}", config, dtype, wide, hot=False))
     blocks |= {"BK": config.block, "EXACT": dtype == "fp32"}

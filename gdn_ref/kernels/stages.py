@@ -479,7 +479,7 @@ def _chunk_offsets(chunks: Chunks, chunk_size: int) -> Tensor | None:
 
 def _tile(width: int, dtype: torch.dtype) -> int:
     """Columns of a tile along K or V. In 16 bits always 64: of two operands whose rows are not of one width, and whose
-    places in shared memory are the same one after the other, ptxas 12.8 (Triton 3.4 to 3.6, Hopper) may build the
+    places in shared memory are the same one after the other, ptxas 12.8 (Triton 3.4 and 3.6, Hopper) may build the
     second descriptor from a register that nobody set."""
     return min(64, max(16, triton.next_power_of_2(width))) if dtype == torch.float32 else 64
 
