@@ -39,7 +39,7 @@ ASKED = {
     "fla.recurrent": dict(dtypes=("bfloat16",), widths=((128, 128), (64, 128)), heads=((2, 4),)),
     "flash_qla": dict(dtypes=("bfloat16",)),
 }
-PROCESSES = {"flash_qla": 6, "fla": 4, "gdn_ref": 4, "gdn_ref.pool": 2}  # on a GPU; one where nothing is said
+PROCESSES = {"flash_qla": 8, "fla": 4, "gdn_ref": 4, "gdn_ref.pool": 2}  # on a GPU; one where nothing is said
 
 
 # ---- in a process of its own -----------------------------------------------------------------------------------------

@@ -250,45 +250,23 @@ def zero_rows(x, stride, which, width: tl.constexpr, C: tl.constexpr, BV: tl.con
         tl.store(p, tl.zeros([C, BV], x.dtype.element_ty), mask=which[:, None] & (column < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "N", "slots"])
-def pairs_kernel(
-    q, k, do, dv, factors, lengths, E, pairs, tops, within, dq, dk, cu_seqlens,
-    T, N, slots, scale, q_stride, k_stride,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+@triton.jit
+def one_head_of_pairs(
+    hv, qk, kk, do, dv, factors, p_lengths, E, pairs, tops, within, token, left, slot, slots, scale,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr, NORM: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What passes between the tokens of one chunk and value head: F and J, and X, which stays here.
-
-    Writes pairs [HV, slots, 2, C, C], F and J with the scale of their rows and the beta of their columns, in the dtype
-    of the products that they go into; tops [HV, slots, 2], what was taken out of them; and within [HV, slots, 3, C]:
-    rows and columns of X, and the sums over queries and keys of what dbeta gets.
-    """
-    h = tl.program_id(0) % HV
-    slot = tl.program_id(0) // HV
-    token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)
-    if left <= 0:
-        no_gradients(dq, dk, dv, cu_seqlens, slot, h, T, N, H, HV, K, V, C, BV, PACKED)
-        return
-
-    i, c, w = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BK)
-    unit, key_head = h.to(tl.int64) * slots + slot, h // (HV // H)
+    """One value head of pairs_kernel, from q k^T and k k^T."""
+    i, c = tl.arange(0, C), tl.arange(0, BV)
+    unit, corner = hv.to(tl.int64) * slots + slot, (token * HV + hv) * V
     p_factors = factors + unit * (FACTORS * C)
-    p_lengths = lengths + (key_head.to(tl.int64) * slots + slot) * (2 * C)
-    corner = (token * HV + h) * V
     F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for first in range(0, VP, BV):
+    for first in tl.static_range(0, VP, BV):
         b_E = tl.load(E + unit * (C * VP) + first + i[:, None] * VP + c[None, :])
         b_do = load_rows(do + corner + first, HV * V, i, c, left, V - first)
         b_dv = load_rows(dv + corner + first, HV * V, i, c, left, V - first)
         F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
         J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
-    qk, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for first in range(0, KP, BK):
-        b_q = load_rows(q + token * q_stride + key_head * K + first, q_stride, i, w, left, K - first)
-        b_k = load_rows(k + token * k_stride + key_head * K + first, k_stride, i, w, left, K - first)
-        qk = tl.dot(b_q, tl.trans(b_k), acc=qk, input_precision="ieee")
-        kk = tl.dot(b_k, tl.trans(b_k), acc=kk, input_precision="ieee")
     weight_q, weight_k, beta = weights(p_lengths, p_factors, scale, C, NORM)
     Gamma = strict_decay(p_factors, C, EXACT)
     F *= weight_q[:, None]
@@ -302,6 +280,43 @@ def pairs_kernel(
     tl.store(p_within, tl.sum(X * beta[None, :], 1))  # (9.12)
     tl.store(p_within + C, columns * beta)  # (9.12)
     tl.store(p_within + 2 * C, columns + tl.sum(own * qk, 0))  # (9.10)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots"])
+def pairs_kernel(
+    q, k, do, dv, factors, lengths, E, pairs, tops, within, dq, dk, cu_seqlens,
+    T, N, slots, scale, q_stride, k_stride,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
+    EXACT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What passes between the tokens of one chunk and key head, for each value head: F and J, and X, which stays here.
+
+    Writes pairs [HV, slots, 2, C, C], F and J with the scale of their rows and the beta of their columns, in the dtype
+    of the products that they go into; tops [HV, slots, 2], what was taken out of them; and within [HV, slots, 3, C]:
+    rows and columns of X, and the sums over queries and keys of what dbeta gets.
+    """
+    h = tl.program_id(0) % H
+    slot = tl.program_id(0) // H
+    token, left = chunk_of_slot(cu_seqlens, slot, T, N, C, PACKED)
+    if left <= 0:
+        for r in range(HV // H):
+            no_gradients(dq, dk, dv, cu_seqlens, slot, h * (HV // H) + r, T, N, H, HV, K, V, C, BV, PACKED)
+        return
+
+    i, w = tl.arange(0, C), tl.arange(0, BK)
+    qk, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for first in range(0, KP, BK):
+        b_q = load_rows(q + token * q_stride + h * K + first, q_stride, i, w, left, K - first)
+        b_k = load_rows(k + token * k_stride + h * K + first, k_stride, i, w, left, K - first)
+        qk = tl.dot(b_q, tl.trans(b_k), acc=qk, input_precision="ieee")
+        kk = tl.dot(b_k, tl.trans(b_k), acc=kk, input_precision="ieee")
+    p_lengths = lengths + (h.to(tl.int64) * slots + slot) * (2 * C)
+    for r in tl.range(0, HV // H, num_stages=STAGES):
+        one_head_of_pairs(
+            h * (HV // H) + r, qk, kk, do, dv, factors, p_lengths, E, pairs, tops, within, token, left, slot, slots,
+            scale, HV, V, C, BV, VP, NORM, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit

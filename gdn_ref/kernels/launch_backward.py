@@ -29,6 +29,10 @@ from .backward import (
 from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two, state_strides
 from .targets import CompileTarget
 
+hopper = None  # what it is written in is there from Triton 3.6 on, and is not interpreted
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not triton.knobs.runtime.interpret:
+    from . import hopper
+
 
 class Config(NamedTuple):
     """How the backward is cut for a device and an input."""
@@ -44,6 +48,7 @@ class Config(NamedTuple):
     block: int  # columns of V that it takes at once, and columns of K or V that a program of the pairs does
     gradient_warps: int
     gradient_stages: int  # value heads whose loads are in flight
+    gluon: bool = False  # whether the gradients are those of hopper.py, where they fit
 
 
 FP32 = {
@@ -56,8 +61,8 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # Hopper: of the gradients one program of two warpgroups has a processor with the tiles of two heads, 209 KB.
     "sm_90": {
         (2, False): (
-            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2),
-            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2),
+            Config(64, 64, 4, 3, 3, True, 4, 64, 128, 8, 2, True),
+            Config(64, 128, 8, 3, 2, True, 4, 64, 128, 8, 2, True),
         ),
         # Wide keys without the copy engine: with it, blocks of 32 rows met an illegal instruction on an H200, and those
         # of 64 spill.
@@ -178,6 +183,9 @@ ARGUMENTS = {
     "gradients": (
         "q", "k", "do", "dv", "factors", "lengths", "E", "S", "dS", "pairs", "tops", "dq", "dk", "sums", "cu_seqlens",
     ),
+    "hopper_gradients": (
+        "q", "k", "do", "dv", "factors", "lengths", "E", "S", "dS", "pairs", "dq", "dk", "sums", "cu_seqlens",
+    ),
     "lengths_last": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
     "finish": (
         "g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors", "lengths", "within", "sums", "dg", "dbeta", "share",
@@ -210,7 +218,14 @@ def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config,
     VP = -(-V // config.BV) * config.BV
     if VP % config.block:  # whoever rounded up to whole blocks would have programs without a column of V, and the copy
         config = config._replace(block=config.BV)  # engine takes no matrix of width 0
-    return config, copied, VP
+    return config._replace(gluon=config.gluon and copied and _fits_hopper(config, q, v)), copied, VP
+
+
+def _fits_hopper(config: Config, q: Tensor, v: Tensor) -> bool:
+    """Whether hopper.py's kernel is there, and made for these heads, several of which share a key; its sums are those
+    of two blocks of K."""
+    fits = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 128 and v.shape[2] > q.shape[2]
+    return hopper is not None and fits and (config.C, config.BK) == (64, 64)
 
 
 def _gradient_stages(config: Config, VP: int) -> int:
@@ -309,19 +324,25 @@ def make_plan(
     lengths = (*sizes, q_, k_, H, K, C, KP, packed)
     if use_qk_l2norm:
         launches["lengths"] = Launch(lengths_kernel, slots * H, (*lengths, False), num_warps=8)
-    launches["pairs"] = Launch(
-        pairs_kernel, slots * HV,
-        (*sizes, scale, q_, k_, *shape, C, min(config.block, KP), config.block, KP, VP, packed, use_qk_l2norm,
-         q.dtype == torch.float32),
-        num_warps=config.prepare_warps, num_stages=1,
-    )  # fmt: skip
     stages = _gradient_stages(config, VP)
-    launches["gradients"] = Launch(
-        gradients_kernel, slots * H * NK,
-        (*sizes, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, stages),
-        num_warps=config.gradient_warps, num_stages=stages,
+    launches["pairs"] = Launch(
+        pairs_kernel, slots * H,
+        (*sizes, scale, q_, k_, *shape, C, min(config.block, KP), config.block, KP, VP, packed, use_qk_l2norm,
+         q.dtype == torch.float32, stages),
+        num_warps=config.prepare_warps, num_stages=stages,
     )  # fmt: skip
-    if use_qk_l2norm and NK > 1:
+    if config.gluon:
+        launches["hopper_gradients"] = Launch(
+            hopper.hopper_gradients_kernel, slots * H, (*sizes, q_ // 8, k_ // 8, *shape, C, packed, use_qk_l2norm),
+            num_warps=hopper.WARPS,
+        )  # fmt: skip
+    else:
+        launches["gradients"] = Launch(
+            gradients_kernel, slots * H * NK,
+            (*sizes, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, stages),
+            num_warps=config.gradient_warps, num_stages=stages,
+        )  # fmt: skip
+    if use_qk_l2norm and NK > 1 and not config.gluon:
         launches["lengths_last"] = Launch(lengths_kernel, slots * H, (*lengths, True), num_warps=8)
     numbers = (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1])
     launches["finish"] = Launch(finish_kernel, slots * HV, numbers, num_warps=2)
@@ -411,12 +432,18 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
         targets.append(_gradients_target(f"gradients/{name}/packed", config, dtype, {**blocks, "NORM": False}))
     if config != first:
         return targets
+    if config.gluon and hopper is not None and K == 128:
+        for norm in (False, True):
+            halves = {**scan, "BK": K // 2, "NORM": norm}
+            kernel, at = hopper.hopper_gradients_kernel, f"hopper/{where}" + "/norm" * norm
+            targets.append(_target(at, kernel, dtype, halves, num_warps=hopper.WARPS))
     targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, blocks))
     if K == 128:  # V in several blocks
         wide = {**blocks, "V": 2 * K, "VP": 2 * K, "NORM": False}
         targets.append(_gradients_target(f"gradients/{name}/V{2 * K}", config, dtype, wide, hot=False))
-    blocks |= {"BK": config.block, "EXACT": dtype == "fp32"}
-    how = {"num_warps": config.prepare_warps, "num_stages": 1, "hot": hot}
+    stages = _gradient_stages(config, K)
+    blocks |= {"BK": config.block, "EXACT": dtype == "fp32", "STAGES": stages}
+    how = {"num_warps": config.prepare_warps, "num_stages": stages, "hot": hot}
     targets.append(_target(f"pairs/{where}", pairs_kernel, dtype, blocks, **how))
     sums = {**scan, "NK": -(-K // config.BK), "BK": config.BK}
     targets.append(_target(f"finish/{where}", finish_kernel, dtype, sums, num_warps=2, hot=hot))

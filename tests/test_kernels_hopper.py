@@ -1,0 +1,111 @@
+"""The gradients in Gluon and their twin in plain Triton: held together on a Hopper GPU, for which alone both are."""
+
+import helpers as h
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
+
+from test_kernels_backward import CHECKED, backward, check, upstream
+from test_kernels_forward import DEVICE, GPU, among_nan
+
+from gdn_ref.kernels import launch, launch_backward
+
+IN_GLUON = launch_backward.configs_for("sm_90", 2, 128)
+HOPPER = GPU and launch.device_of(torch.device(DEVICE, 0)).architecture == "sm_90"
+on_hopper = pytest.mark.skipif(not HOPPER or launch_backward.hopper is None, reason="a Hopper GPU, Triton from 3.6 on")
+
+
+def make(T=200, H=1, HV=2, **options):
+    return h.make(T, H, HV, 128, 128, dtype=torch.bfloat16, **options)
+
+
+def is_in_gluon(x, config=None):
+    """Whether a call with x would run the kernel in Gluon."""
+    q, k, v = (x[n].to(DEVICE) for n in ("q", "k", "v"))
+    return launch_backward._cut(q, k, v, v, x.get("cu_seqlens"), config)[0].gluon
+
+
+@pytest.mark.parametrize("x, config", [
+    (make(20, 2, 2), IN_GLUON[0]),  # every head has its own key
+    (h.make(20, 1, 2, 128, 64, dtype=torch.bfloat16), IN_GLUON[0]),
+    (h.make(20, 1, 2, 64, 128, dtype=torch.bfloat16), IN_GLUON[0]),
+    (h.make(20, 1, 2, 128, 128, dtype=torch.float16), IN_GLUON[0]),
+    (make(20), IN_GLUON[0]._replace(gluon=False)),
+    (make(20), IN_GLUON[0]._replace(BK=32)),
+])  # fmt: skip
+def test_what_it_does_not_fit_runs_its_twin(x, config, monkeypatch):
+    monkeypatch.setattr(launch_backward, "hopper", launch_backward.hopper or "not interpreted, but there")
+    assert is_in_gluon(make(20), IN_GLUON[0])
+    assert not is_in_gluon(x, config)
+
+
+def test_no_configuration_but_hoppers_has_it():
+    for arch in ("sm_80", "sm_100", "gfx942", "some other card"):
+        found = [c for size in (2, 4) for K in (64, 256) for c in launch_backward.configs_for(arch, size, K)]
+        assert found and not any(c.gluon for c in found)
+    assert all(c.gluon for c in IN_GLUON) and not any(c.gluon for c in launch_backward.configs_for("sm_90", 2, 256))
+
+
+@on_hopper
+@pytest.mark.parametrize("decays", h.DECAYS)
+@pytest.mark.parametrize("keys", h.KEYS)
+def test_it_is_chosen_and_right(keys, decays):
+    x = make(keys=keys, decays=decays)
+    assert is_in_gluon(x)
+    check(x)
+
+
+@on_hopper
+@pytest.mark.parametrize("config", IN_GLUON, ids=lambda c: f"BV{c.BV}")
+@pytest.mark.parametrize("lengths", [None, [100, 0, 1, 64, 130]], ids=["plain", "packed"])
+@pytest.mark.parametrize("norm", [False, True], ids=["given", "norm"])
+@pytest.mark.parametrize("H, HV", [(1, 2), (2, 6), (1, 4), (2, 16)])
+def test_the_twins_agree(H, HV, norm, lengths, config):
+    """To the rounding of dq and dk; the rest, which is float32, to that of its sums."""
+    x = make(295, H, HV, keys="correlated", lengths=lengths)
+    given = upstream(x)
+    found, twins = (backward(x, *given, use_qk_l2norm=norm, config=config._replace(gluon=g)) for g in (True, False))
+    for name, gradient in found.items():
+        bound = 1e-3 if name in ("d_q", "d_k") else 1e-5 if gradient.dtype == torch.float32 else 4e-3
+        h.assert_close({name: gradient}, {name: twins[name].double()}, bound, x.get("cu_seqlens"))
+    if not norm:
+        check(x, CHECKED[torch.bfloat16], config=config)
+
+
+@on_hopper
+@pytest.mark.parametrize("lengths", [None, [70, 0, 130]], ids=["plain", "packed"])
+def test_nothing_is_read_around_the_inputs(lengths):
+    x = make(lengths=lengths)
+    do, dstate = upstream(x)
+    nan = {n: among_nan(t.to(DEVICE)) if n != "cu_seqlens" else t for n, t in x.items()}
+    found = backward(nan, among_nan(do.to(DEVICE)), among_nan(dstate.to(DEVICE)))
+    assert all(torch.equal(t, found[n]) for n, t in backward(x, do, dstate).items())
+
+
+@on_hopper
+def test_packed_mates_of_nan_do_not_matter_and_results_repeat():
+    """Bitwise: sequences end inside of chunks, and what follows them is NaN, upstream too."""
+    x = make(lengths=[100, 90, 70])
+    do, dstate = upstream(x)
+    first = backward(x, do, dstate)
+    for name in h.TOKEN_INPUTS:
+        if name in x:
+            x[name][:, 100:190] = float("nan")
+    do[:, 100:190] = float("nan")
+    for _ in range(3):
+        found = backward(x, do, dstate)
+        for name in ("d_q", "d_k", "d_v", "d_g", "d_beta"):
+            assert torch.equal(found[name][:, :100], first[name][:, :100])
+            assert torch.equal(found[name][:, 190:], first[name][:, 190:])
+
+
+@on_hopper
+def test_rows_at_odd_multiples_of_sixteen_bytes():
+    """q and k as views of one projection, whose tokens lie 8 numbers further apart than a power of two."""
+    x = make(150)
+    wide = {n: torch.nn.functional.pad(x[n], (0, 8)).to(DEVICE)[..., :128] for n in ("q", "k")}
+    assert all(t.stride(1) % 16 == 8 for t in wide.values()) and is_in_gluon(x | wide)
+    given = upstream(x)
+    found, plain = (backward(t, *given, config=IN_GLUON[0]) for t in (x | wide, x))
+    assert all(torch.equal(found[n], plain[n]) for n in plain)
