@@ -192,11 +192,33 @@ def _version(package: str) -> str | None:
 
 
 def merged(recorded: dict, new: dict) -> dict:
-    """The recorded file with this machine's verdicts in the place of older ones of the same kind of device."""
-    machines = [m for m in recorded.get("machines", []) if m["device"] != new["device"]] + [new]
+    """The recorded file with this machine's verdicts in the place of older ones of the same kind of device; but where
+    some were asked for alone, because an earlier run had no time for them, they join those of that run."""
+    machines = {m["device"]: m for m in recorded.get("machines", [])}
+    machines[new["device"]] = completed(machines.get(new["device"], new), new)
     properties = [{"name": p.name, "reason": p.reason, "chapter": p.chapter, "full": p.full} for p in suite.PROPERTIES]
     return {"bounds": {dtype: bound._asdict() for dtype, bound in BOUNDS.items()}, "properties": properties,
-            "machines": sorted(machines, key=lambda m: m["device"] != "cpu")}  # fmt: skip
+            "machines": sorted(machines.values(), key=lambda m: m["device"] != "cpu")}  # fmt: skip
+
+
+def completed(old: dict, new: dict) -> dict:
+    """What an earlier run had no time for, from a run of the same versions, asked for nothing else; or `new`."""
+    alike = all(old.get(n) == new.get(n) for n in ("level", "python", "torch", "triton"))
+    known = {(r["name"], r.get("version")): r for r in old["reports"]}
+    rest = {(r["name"], r.get("version")): {f["property"] for f in r.get("findings", ())} for r in new["reports"]}
+    missed = all(names and names <= set(known.get(kind, {}).get("not_run", ())) for kind, names in rest.items())
+    if not (alike and missed and rest):
+        return new
+    order, reports = [p.name for p in suite.PROPERTIES], dict(known)
+    for r in new["reports"]:
+        found = known[r["name"], r["version"]]["findings"] + r["findings"]
+        found.sort(key=lambda f: order.index(f["property"]))
+        counts = {v: sum(f["verdict"] == v for f in found) for v in (PASS, FAIL, ERROR, NOT_OFFERED)}
+        left = [n for n in known[r["name"], r["version"]]["not_run"] if n not in {f["property"] for f in found}]
+        head = {n: x for n, x in known[r["name"], r["version"]].items() if n not in ("not_run", "findings")}
+        missing = {"not_run": left} if left else {}
+        reports[r["name"], r["version"]] = head | missing | counts | {"findings": found}
+    return old | {"date": new["date"], "reports": list(reports.values())}
 
 
 def markdown(recorded: dict) -> str:

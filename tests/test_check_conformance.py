@@ -97,8 +97,28 @@ def test_another_machine_does_not_replace_this_one():
     gpu = {"device": "a GPU", "reports": []}
     both = script.merged(RECORDED, gpu)
     assert [m["device"] for m in both["machines"]][0] == "cpu" and gpu in both["machines"]
-    again = script.merged(both, {"device": "a GPU", "reports": [1]})
-    assert len(again["machines"]) == len(both["machines"]) and again["machines"][-1]["reports"] == [1]
+    nobody = [{"name": "nobody", "problem": "is not there"}]
+    again = script.merged(both, {"device": "a GPU", "reports": nobody})
+    assert len(again["machines"]) == len(both["machines"]) and again["machines"][-1]["reports"] == nobody
+
+
+def test_what_had_no_time_is_joined_by_a_run_of_nothing_else():
+    script = load()
+    machine = next(m for m in RECORDED["machines"] if m["device"] != "cpu")
+    whole = next(r for r in machine["reports"] if r["name"] == "flash_qla")
+    first, *later = whole["findings"]
+    cut = whole | {"findings": later, "not_run": [first["property"]], first["verdict"]: whole[first["verdict"]] - 1}
+    old = machine | {"reports": [r if r is not whole else cut for r in machine["reports"]]}
+    new = machine | {"reports": [whole | {"findings": [first]}]}
+    [joined] = [m for m in script.merged({"machines": [old]}, new)["machines"]]
+    assert joined == machine | {"reports": [r if r is not whole else whole for r in machine["reports"]]}
+    for other in (
+        new | {"triton": "another"},
+        new | {"reports": [whole | {"version": "another", "findings": [first]}]},
+        new | {"reports": [whole | {"findings": [first, later[0]]}]},
+        new | {"reports": []},
+    ):
+        assert script.merged({"machines": [old]}, other)["machines"] == [other]
 
 
 @pytest.mark.parametrize("name", ["fla", "flash_qla", "flashinfer"])

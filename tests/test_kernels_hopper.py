@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
 
-from test_kernels_backward import CHECKED, backward, check, upstream
+from test_kernels_backward import backward, check, upstream
 from test_kernels_forward import DEVICE, GPU, among_nan
 
 from gdn_ref.kernels import launch, launch_backward
@@ -58,19 +58,19 @@ def test_it_is_chosen_and_right(keys, decays):
 
 @on_hopper
 @pytest.mark.parametrize("config", IN_GLUON, ids=lambda c: f"BV{c.BV}")
-@pytest.mark.parametrize("lengths", [None, [100, 0, 1, 64, 130]], ids=["plain", "packed"])
+@pytest.mark.parametrize("lengths", [None, [100, 0, 65, 130]], ids=["plain", "packed"])
 @pytest.mark.parametrize("norm", [False, True], ids=["given", "norm"])
 @pytest.mark.parametrize("H, HV", [(1, 2), (2, 6), (1, 4), (2, 16)])
 def test_the_twins_agree(H, HV, norm, lengths, config):
-    """To the rounding of dq and dk; the rest, which is float32, to that of its sums."""
+    """To the rounding of what they return."""
     x = make(295, H, HV, keys="correlated", lengths=lengths)
     given = upstream(x)
     found, twins = (backward(x, *given, use_qk_l2norm=norm, config=config._replace(gluon=g)) for g in (True, False))
     for name, gradient in found.items():
-        bound = 1e-3 if name in ("d_q", "d_k") else 1e-5 if gradient.dtype == torch.float32 else 4e-3
+        bound = 1e-4 if gradient.dtype == torch.float32 else 4e-3
         h.assert_close({name: gradient}, {name: twins[name].double()}, bound, x.get("cu_seqlens"))
     if not norm:
-        check(x, CHECKED[torch.bfloat16], config=config)
+        check(x, config=config)
 
 
 @on_hopper

@@ -416,7 +416,8 @@ def gradients_kernel(
     the decay, z of every token; the diagonal of S dS'^T. The loop has the tiles of the next head on their way. None of
     them feeds a sum as well as products: on Hopper under Triton 3.6 it would get a single buffer, and the next copy
     could overwrite what is still read. So <S, dS'> is the trace of a product. Nor does a product add to what a sum
-    reads: ptxas 12.8 moves the sum behind it, and dg is wrong.
+    reads: ptxas 12.8 moves the sum behind it, and dg is wrong. Where heads share keys of 128 numbers, Hopper runs the
+    twin of this kernel in hopper.py.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     block = tl.program_id(0) % NK
