@@ -7,6 +7,7 @@ signatures compared.
 
 import ast
 import copy
+import gc
 import importlib.util
 import inspect
 import json
@@ -552,7 +553,9 @@ def test_turns_alternate_and_the_slow_leave_early(monkeypatch):
     clock = lambda calls, count: order.append((calls[0], count)) or (300.0 if calls[0] == "slow" else 0.01)  # noqa: E731
     times = bench.time_in_turns({"quick": ["quick"], "slow": ["slow"]}, clock)
     assert len(times["quick"]) == bench.ROUNDS and len(times["slow"]) == 5  # 5 * 300 ms reach SLOWEST_MS
-    assert [name for name, _ in order[2:8]] == ["quick", "slow"] * 3
+    turns = [("quick", 1), ("quick", 400), ("slow", 1), ("slow", 1)]  # first a call that does not count
+    assert order[2:14] == turns * 3
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("ms, sets, expected", [(0.01, 1, 400), (1.0, 1, 8), (50.0, 1, 3), (500.0, 1, 1), (0.5, 7, 21),
