@@ -437,7 +437,9 @@ def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[Compi
             halves = {**scan, "BK": K // 2, "NORM": norm}
             kernel, at = hopper.hopper_gradients_kernel, f"hopper/{where}" + "/norm" * norm
             targets.append(_target(at, kernel, dtype, halves, num_warps=hopper.WARPS))
-    targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, blocks))
+    if K == 128 or dtype == "fp32":  # keys that are no wider than a block, whose norm is this kernel's business
+        whole = {**blocks, "K": config.BK, "KP": config.BK}
+        targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, whole))
     if K == 128:  # V in several blocks
         wide = {**blocks, "V": 2 * K, "VP": 2 * K, "NORM": False}
         targets.append(_gradients_target(f"gradients/{name}/V{2 * K}", config, dtype, wide, hot=False))
