@@ -211,13 +211,13 @@ def completed(old: dict, new: dict) -> dict:
         return new
     order, reports = [p.name for p in suite.PROPERTIES], dict(known)
     for r in new["reports"]:
-        found = known[r["name"], r["version"]]["findings"] + r["findings"]
-        found.sort(key=lambda f: order.index(f["property"]))
+        kind = r["name"], r["version"]
+        earlier = known[kind]
+        found = sorted(earlier["findings"] + r["findings"], key=lambda f: order.index(f["property"]))
         counts = {v: sum(f["verdict"] == v for f in found) for v in (PASS, FAIL, ERROR, NOT_OFFERED)}
-        left = [n for n in known[r["name"], r["version"]]["not_run"] if n not in {f["property"] for f in found}]
-        head = {n: x for n, x in known[r["name"], r["version"]].items() if n not in ("not_run", "findings")}
-        missing = {"not_run": left} if left else {}
-        reports[r["name"], r["version"]] = head | missing | counts | {"findings": found}
+        left = [n for n in earlier["not_run"] if n not in rest[kind]]
+        head = {n: x for n, x in earlier.items() if n not in ("not_run", "findings")}
+        reports[kind] = head | ({"not_run": left} if left else {}) | counts | {"findings": found}
     return old | {"date": new["date"], "reports": list(reports.values())}
 
 

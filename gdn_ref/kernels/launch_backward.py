@@ -47,7 +47,7 @@ class Config(NamedTuple):
     BK: int  # columns of K that a program of the gradients has
     block: int  # columns of V that it takes at once, and columns of K or V that a program of the pairs does
     gradient_warps: int
-    gradient_stages: int  # value heads whose loads are in flight
+    gradient_stages: int  # value heads whose loads are in flight, of the pairs too
     gluon: bool = False  # whether the gradients are those of hopper.py, where they fit
 
 
@@ -321,29 +321,8 @@ def make_plan(
          state_v_first, tma, config.stages_back),
         num_warps=config.warps, num_stages=config.stages_back,
     )  # fmt: skip
-    lengths = (*sizes, q_, k_, H, K, C, KP, packed)
-    if use_qk_l2norm:
-        launches["lengths"] = Launch(lengths_kernel, slots * H, (*lengths, False), num_warps=8)
-    stages = _gradient_stages(config, VP)
-    launches["pairs"] = Launch(
-        pairs_kernel, slots * H,
-        (*sizes, scale, q_, k_, *shape, C, min(config.block, KP), config.block, KP, VP, packed, use_qk_l2norm,
-         q.dtype == torch.float32, stages),
-        num_warps=config.prepare_warps, num_stages=stages,
-    )  # fmt: skip
-    if config.gluon:
-        launches["hopper_gradients"] = Launch(
-            hopper.hopper_gradients_kernel, slots * H, (*sizes, q_ // 8, k_ // 8, *shape, C, packed, use_qk_l2norm),
-            num_warps=hopper.WARPS,
-        )  # fmt: skip
-    else:
-        launches["gradients"] = Launch(
-            gradients_kernel, slots * H * NK,
-            (*sizes, q_, k_, *shape, C, config.BK, config.block, KP, VP, packed, use_qk_l2norm, stages),
-            num_warps=config.gradient_warps, num_stages=stages,
-        )  # fmt: skip
-    if use_qk_l2norm and NK > 1 and not config.gluon:
-        launches["lengths_last"] = Launch(lengths_kernel, slots * H, (*lengths, True), num_warps=8)
+    exact = q.dtype == torch.float32
+    launches |= _gradients_of_keys(config, sizes, (q_, k_), shape, KP, VP, scale, packed, use_qk_l2norm, exact)
     numbers = (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1])
     launches["finish"] = Launch(finish_kernel, slots * HV, numbers, num_warps=2)
     work, results = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config, kept)
@@ -351,6 +330,37 @@ def make_plan(
         programs = launches["adjoints"].grid[0]  # which alone have descriptors, and the states, which have as many
         work["scratch"] = (programs * launch.SCRATCH_A_PROGRAM,), torch.uint8
     return Plan(launches, Work(work), results, q.device, tma, to_arrange, dtypes)
+
+
+def _gradients_of_keys(
+    config: Config, sizes, strides, shape, KP: int, VP: int, scale: float, packed: bool, norm: bool, exact: bool
+) -> dict[str, Launch]:
+    """What makes dq and dk, and the sums that dg and dbeta are made of."""
+    (H, _, K, _), C, slots = shape, config.C, sizes[-1]
+    NK, stages = -(-K // config.BK), _gradient_stages(config, VP)
+    inputs, found = (*sizes, *strides), {}
+    lengths = (*inputs, H, K, C, KP, packed)
+    if norm:
+        found["lengths"] = Launch(lengths_kernel, slots * H, (*lengths, False), num_warps=8)
+    found["pairs"] = Launch(
+        pairs_kernel, slots * H,
+        (*sizes, scale, *strides, *shape, C, min(config.block, KP), config.block, KP, VP, packed, norm, exact, stages),
+        num_warps=config.prepare_warps, num_stages=stages,
+    )  # fmt: skip
+    if config.gluon:
+        eighths = (x // 8 for x in strides)
+        found["hopper_gradients"] = Launch(
+            hopper.hopper_gradients_kernel, slots * H, (*sizes, *eighths, *shape, C, packed, norm),
+            num_warps=hopper.WARPS,
+        )  # fmt: skip
+        return found
+    found["gradients"] = Launch(
+        gradients_kernel, slots * H * NK, (*inputs, *shape, C, config.BK, config.block, KP, VP, packed, norm, stages),
+        num_warps=config.gradient_warps, num_stages=stages,
+    )  # fmt: skip
+    if norm and NK > 1:
+        found["lengths_last"] = Launch(lengths_kernel, slots * H, (*lengths, True), num_warps=8)
+    return found
 
 
 def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config, kept: bool) -> tuple[dict, dict]:
