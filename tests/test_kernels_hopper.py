@@ -1,4 +1,4 @@
-"""The gradients in Gluon and their twin in plain Triton: held together on a Hopper GPU, for which alone both are."""
+"""What is in Gluon and its twins in plain Triton: held together on a Hopper GPU, for which alone both are."""
 
 import helpers as h
 import pytest
@@ -7,10 +7,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
 
 from test_kernels_backward import backward, check, upstream
-from test_kernels_forward import DEVICE, GPU, among_nan
+from test_kernels_forward import DEVICE, GPU, among_nan, forward
+from test_kernels_forward import check as check_forward
 
 from gdn_ref.kernels import launch, launch_backward
 
+SCAN = launch.configs_for("sm_90", 2, 128)[1]  # the wide one
 IN_GLUON = launch_backward.configs_for("sm_90", 2, 128)
 HOPPER = GPU and launch.device_of(torch.device(DEVICE, 0)).architecture == "sm_90"
 on_hopper = pytest.mark.skipif(not HOPPER or launch_backward.hopper is None, reason="a Hopper GPU, Triton from 3.6 on")
@@ -109,3 +111,123 @@ def test_rows_at_odd_multiples_of_sixteen_bytes():
     given = upstream(x)
     found, plain = (backward(t, *given, config=IN_GLUON[0]) for t in (x | wide, x))
     assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
+# ---------------------------------------------------------------- the scan
+
+
+def launches_of(x, config=None, segments=None, keep=None):
+    """The names of what a forward call with x launches."""
+    given = (*(x[n].to(DEVICE) for n in ("q", "k", "v", "g", "beta")), None, None, x.get("cu_seqlens"), None)
+    options = (1.0, True, False, False, False, True)
+    return set(launch.make_plan(*given, *options, keep, config, segments).launches)
+
+
+@pytest.mark.parametrize("x, config", [
+    (h.make(20, 1, 2, 128, 64, dtype=torch.bfloat16), SCAN._replace(BV=64)),
+    (h.make(20, 1, 2, 64, 128, dtype=torch.bfloat16), SCAN),
+    (h.make(20, 1, 2, 128, 128, dtype=torch.float16), SCAN),
+    (make(20), SCAN._replace(gluon=False)),
+    # rows at no multiples of 16 bytes
+    ({**make(20), "q": torch.zeros(1, 20, 1, 129, dtype=torch.bfloat16, device=DEVICE)[..., :128]}, SCAN),
+])  # fmt: skip
+def test_what_the_scan_does_not_fit_runs_its_twin(x, config, monkeypatch):
+    there = launch.hopper_scan or type("Module", (), {"hopper_scan_kernel": None})
+    monkeypatch.setattr(launch, "hopper_scan", there)
+    monkeypatch.setattr(launch, "WIDENED", {})
+    assert "hopper_scan" in launches_of(make(20), SCAN)
+    assert not {"hopper_scan", "hopper_scan_segments"} & launches_of(x, config)
+
+
+def test_wide_programs_are_chosen_where_they_share_what_they_load():
+    device = launch.Device("sm_90", 132)
+
+    def cut(heads, tokens, gluon=True):
+        config, segments = launch.choose_cut(device, 2, 128, 128, heads, tokens, gluon)
+        return config.BV, segments
+
+    assert cut(64, 8192) == (64, 1) and cut(256, 8192) == (128, 1) and cut(512, 1024) == (128, 1)
+    assert cut(32, 32768) == (128, 4) and cut(32, 32768, gluon=False) == (64, 2)
+    assert cut(8, 32768) == (64, 8) and cut(32, 2048) == (64, 1)
+    assert cut(100, 0) == (64, 1) and cut(400, 0) == (128, 1)  # packed
+
+
+@on_hopper
+@pytest.mark.parametrize("decays", h.DECAYS)
+@pytest.mark.parametrize("keys", h.KEYS)
+@pytest.mark.parametrize("lengths", [None, [100, 0, 65, 130]], ids=["plain", "packed"])
+def test_the_scan_is_right_and_as_its_twin(lengths, keys, decays):
+    x = make(295, 2, 6, keys=keys, decays=decays, lengths=lengths)
+    check_forward(x, config=SCAN)
+    check_forward(x, config=SCAN, state_v_first=True)
+    found, twin = (forward(x, config=SCAN._replace(gluon=g)) for g in (True, False))
+    for mine, other in zip(found, twin, strict=True):
+        assert torch.equal(mine, other)  # the same sums in the same order
+
+
+@on_hopper
+@pytest.mark.parametrize("decays", h.DECAYS)
+@pytest.mark.parametrize("segments", [2, 5])
+def test_the_scan_in_segments(segments, decays):
+    """All that the last token sees of the initial state came through every segment."""
+    x = make(64 * 10 + 7, 1, 2, keys="correlated", decays=decays, B=2 if segments == 2 else 1)
+    x["initial_state"] = x["initial_state"] * 10
+    check_forward(x, config=SCAN, segments=segments)
+
+
+@on_hopper
+@pytest.mark.parametrize("size", [1e-12, 1e6, 1e30])
+@pytest.mark.parametrize("segments", [None, 2])
+def test_the_scan_goes_again_for_values_of_any_size(size, segments):
+    x = make(200, 1, 2)
+    x["v"], x["initial_state"] = (x["v"].float() * size).bfloat16(), x["initial_state"] * size
+    check_forward(x, config=SCAN, segments=segments)
+
+
+@on_hopper
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("lengths", [None, [100, 0, 65, 130]], ids=["plain", "packed"])
+def test_the_scan_keeps_what_its_twin_keeps(lengths, segments):
+    if lengths and segments > 1:
+        pytest.skip("packed sequences are not cut")
+    x = make(295, 1, 2, lengths=lengths)
+    given = (*(x[n].to(DEVICE) for n in ("q", "k", "v", "g", "beta")), None, None, x.get("cu_seqlens"), None)
+    options, kept = (1.0, True, False, False, False, True, lambda *_: (64, 128)), []
+    for gluon in (True, False):
+        plan = launch.make_plan(*given, *options, SCAN._replace(gluon=gluon), segments)
+        parts = plan.kept.tensors(plan.run_and_keep(*given)[2])
+        kept.append([parts[name] for name in ("S", "E")])
+    starts = [0, 100, 100, 165] if lengths else [0]
+    chunks = [s // 64 + n + c for n, s in enumerate(starts) for c in range(-(-(lengths or [295])[n] // 64))]
+    for mine, other in zip(*kept, strict=True):
+        assert torch.equal(mine[:, chunks], other[:, chunks])
+
+
+@on_hopper
+@pytest.mark.parametrize("lengths", [None, [70, 0, 130]], ids=["plain", "packed"])
+def test_the_scan_reads_nothing_around_its_inputs(lengths):
+    x = make(lengths=lengths)
+    nan = {n: among_nan(t.to(DEVICE)) if n != "cu_seqlens" else t for n, t in x.items()}
+    assert all(torch.equal(a, b) for a, b in zip(forward(nan, config=SCAN), forward(x, config=SCAN), strict=True))
+
+
+@on_hopper
+def test_packed_mates_of_nan_do_not_matter_to_the_scan_and_it_repeats():
+    x = make(lengths=[100, 90, 70])
+    first, _ = forward(x, config=SCAN)
+    for name in h.TOKEN_INPUTS:
+        if name in x:
+            x[name][:, 100:190] = float("nan")
+    for _ in range(3):
+        o, _ = forward(x, config=SCAN)
+        assert torch.equal(o[:, :100], first[:, :100]) and torch.equal(o[:, 190:], first[:, 190:])
+
+
+@on_hopper
+def test_the_scan_takes_rows_at_odd_multiples_of_sixteen_bytes():
+    x = make(150)
+    wide = {n: torch.nn.functional.pad(x[n], (0, 8)).to(DEVICE)[..., :128] for n in ("q", "k")}
+    wide["v"] = torch.nn.functional.pad(x["v"].flatten(2), (0, 8)).to(DEVICE)[..., :256].view(1, 150, 2, 128)
+    assert "hopper_scan" in launches_of(x | wide, SCAN)
+    found, plain = (forward(t, config=SCAN) for t in (x | wide, x))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))

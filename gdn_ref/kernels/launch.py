@@ -18,12 +18,20 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from .prep import FACTORS, decay_kernel, prepare_kernel
-from .scan import scan_kernel, segment_kernel
+from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
 from .tiles import WIDENED
 
+# What Gluon is written in is there from Triton 3.6 on, and is not interpreted.
+HAS_GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not triton.knobs.runtime.interpret
+hopper_scan = None
+if HAS_GLUON:
+    from . import hopper_scan
+
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
+# Chunks whose tiles are here where those of hopper_scan.py keep what they pass through: its way out takes room too.
+STAGES_OF_KEEPERS = 2
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
 HEADS_A_PROGRAM = 16
 # Nine descriptors of 128 bytes, which a scan in segments that keeps what it passes through has.
@@ -39,6 +47,7 @@ class Config(NamedTuple):
     stages: int  # chunks whose loads are in flight
     tma: bool  # whether the copy engine loads the tiles (Hopper and later)
     prepare_warps: int = 4
+    gluon: bool = False  # whether the scan is that of hopper_scan.py, where it fits
 
 
 # float32 inputs are not chosen for speed: their products are exact multiply-adds, which hold whole rows in registers,
@@ -47,9 +56,10 @@ FP32 = {(4, False): (Config(16, 16, 8, 1, False),), (4, True): (Config(16, 16, 8
 # (bytes an element, K > 128): one configuration, or a narrow and a wide one between which the waves decide.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # Hopper: 64 rows of V are one warpgroup's product. Three chunks in flight hide the copies (with two a chunk takes
-    # half as long again). K = 256 fills the registers, unless chunks are shorter.
+    # half as long again). K = 256 fills the registers, unless chunks are shorter. In Gluon a wide program takes three
+    # quarters of the time; narrow ones, of which two load the same, wait for the L2 cache either way.
     "sm_90": {
-        (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True)),
+        (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True, gluon=True)),
         (2, True): (Config(32, 64, 8, 2, True, 8),),
         **FP32,
     },
@@ -98,16 +108,24 @@ def power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool) -> Config:
+def choose_config(
+    device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool, gluon: bool = False
+) -> Config:
     """One of configs_for: where there are a narrow and a wide one, the wide one if its waves are so much fewer that a
-    chunk of it, which costs 1.64 narrow ones, pays. Packed sequences may be of any lengths, and among few of them the
-    longest decides: for those the narrow one."""
+    chunk of it, which costs 1.64 narrow ones and 1.37 in Gluon, pays. Packed sequences may be of any lengths, and among
+    few of them the longest decides: for those the narrow one."""
     narrow, *wide = configs_for(device.architecture, itemsize, K)
     narrow = narrow._replace(BV=min(narrow.BV, power_of_two(V)))
     if not wide or V <= narrow.BV or (packed and 2 * head_sequences < 3 * device.processors):
         return narrow
     waves = [-(-head_sequences * -(-V // c.BV) // device.processors) for c in (narrow, wide[0])]
-    return wide[0] if 1.64 * waves[1] < waves[0] else narrow
+    return wide[0] if (1.37 if gluon else 1.64) * waves[1] < waves[0] else narrow
+
+
+def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether hopper_scan.py's kernel is there, and made for these heads. It counts 16 bytes with 32 bits."""
+    fits = q.dtype == torch.bfloat16 and q.shape[3] == v.shape[3] == 128
+    return hopper_scan is not None and fits and all(x.shape[1] * x.stride(1) < 2**34 for x in (q, k, v))
 
 
 def registers(device: Device, itemsize: int, K: int, norm: bool) -> dict[str, int]:
@@ -124,6 +142,23 @@ def choose_segments(device: Device, config: Config, programs: int, chunks: int, 
     if programs * 2 > device.processors or chunks < 64 or not fits:
         return 1
     return max(1, min(device.processors // programs, chunks // 16))
+
+
+def choose_cut(
+    device: Device, itemsize: int, K: int, V: int, head_sequences: int, tokens: int, gluon: bool
+) -> tuple[Config, int]:
+    """Configuration and segments for sequences of so many tokens, 0 if they are packed, which are not cut. Where narrow
+    programs would fill half of the processors, four segments of wide ones in Gluon instead of two of narrow ones, for
+    they load less: at 32 heads and 32768 tokens a sixth less time if all heads forget, a few per cent more if not."""
+
+    def segments_of(config: Config) -> int:
+        programs = head_sequences * -(-V // config.BV)
+        return choose_segments(device, config, programs, -(-tokens // config.C), K, itemsize)
+
+    config = choose_config(device, itemsize, K, V, head_sequences, not tokens, gluon)
+    if gluon and segments_of(config) == 2:
+        config = configs_for(device.architecture, itemsize, K)[-1]
+    return config, segments_of(config)
 
 
 # ---------------------------------------------------------------------------------------------------- launching
@@ -207,11 +242,29 @@ class Work:
         return Scratch(memory.data_ptr() + there.start, there.stop - there.start)
 
 
+# What each launch takes before its numbers, in order.
+ARGUMENTS = {
+    "decay": ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors"),
+    "prepare": ("q", "k", "cu_seqlens", "tiles", "factors", "o"),  # o gets 0 where tokens belong to no sequence
+    "segment": ("k", "v", "tiles", "factors", "R", "B", "forgets"),
+    "starts": ("R", "B", "forgets", "initial", "starts"),
+    "hopper_scan": (
+        "q", "k", "v", "o", "tiles", "factors", "initial", "final", "cu_seqlens", "done", "S", "E",
+    ),
+    "hopper_scan_segments": (
+        "q", "k", "v", "o", "tiles", "factors", "starts", "final", "cu_seqlens", "done", "S", "E",
+    ),
+    **dict.fromkeys(("scan", "scan_again"), (
+        "q", "k", "v", "o", "tiles", "factors", "initial", "final", "cu_seqlens", "R", "B", "forgets", "done", "S", "E",
+    )),
+}  # fmt: skip
+
+
 class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
     def __init__(self, launches, work: Work, kept: Work | None, results: dict, device, tma: bool, to_arrange, out):
-        self.decay, self.prepare, self.segment, self.scan, self.rescan = launches
+        self.launches, self.last = launches, [*launches.values()][-1]
         self.work, self.kept = work, kept  # kept is not part of work, but the caller's, if there is any
         self.results = results  # shape and dtype by name of what the caller gets: "o" and perhaps "final"
         self.device, self.tma, self.to_arrange = device, tma, to_arrange
@@ -225,45 +278,37 @@ class Plan:
         """The same, and the memory that the parts of self.kept lie in, or None."""
         if self.to_arrange:
             q, k, v, g, beta, cu_seqlens = arrange(q, k, v, g, beta, cu_seqlens)
-        inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial)
+        given = {
+            "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens,
+            "initial": initial,
+        }  # fmt: skip
         if self.device.type == "cpu" or self.device.index == torch.cuda.current_device():
-            return self._launch(*inputs)
+            return self._launch(given)
         with torch.cuda.device(self.device):
-            return self._launch(*inputs)
+            return self._launch(given)
 
-    def _launch(self, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial):
+    def _launch(self, given: dict):
         work, kept = self.work.allocate(self.device), self.kept and self.kept.allocate(self.device)
-        o, *final = (torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results.values())
-        final, stream = (final[0] if final else None), None  # the stream that is current, if nobody says
-        ready = (self.rescan or self.scan).run is not None  # the last: whoever was interrupted begins anew
+        made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
+        ready, stream = self.last.run is not None, None  # the last: whoever was interrupted begins anew
         parts = self.work.addresses(work) if ready else self.work.tensors(work)
         if self.kept:
             parts |= self.kept.addresses(kept) if ready else self.kept.tensors(kept)
-        results = o, final  # which the addresses' names hide below
+        known = given | made
         if ready:
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            given = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, o, final)
-            addresses = [x if x is None else x.data_ptr() for x in given]
-            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, o, final = addresses
-        tiles, factors, R, B, forgets, done, S, E = map(
-            parts.get, ("tiles", "factors", "R", "B", "forgets", "done", "S", "E")
-        )
+            known = {n: x if x is None else x.data_ptr() for n, x in known.items()}
+        known |= parts
         if self.tma:
             triton.set_allocator(self.work.scratch(work) if ready else _scratch)
         try:
-            self.decay(g, beta, A_log, dt_bias, cu_seqlens, factors, stream=stream)
-            self.prepare(q, k, cu_seqlens, tiles, factors, o, stream=stream)
-            if self.segment is not None:
-                self.segment(k, v, tiles, factors, R, B, forgets, stream=stream)
-            given = (q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, S, E)
-            for scan in (self.scan, self.rescan):
-                if scan is not None:
-                    scan(*given, stream=stream)
+            for name, one in self.launches.items():
+                one(*map(known.get, ARGUMENTS[name]), stream=stream)
         finally:
             if self.tma:
                 triton.set_allocator(_scratch)  # for whoever launches next
-        o, final = results
-        return (o if o.dtype == self.out else o.to(self.out)), final, kept
+        o = made["o"]
+        return (o if o.dtype == self.out else o.to(self.out)), made.get("final"), kept
 
 
 _plans: dict[tuple, Plan] = {}
@@ -433,48 +478,76 @@ def make_plan(
     packed = cu_seqlens is not None
     N = len(cu_seqlens) - 1 if packed else B
     device, copied = device_of(q.device), can_copy(q, k, v)
+    gluon = copied and fits_hopper(q, k, v)
     if config is None:
-        config = choose_config(device if copied else device.without_copies(), q.element_size(), K, V, N * HV, packed)
-    C, BK, tma = config.C, power_of_two(K), config.tma and copied
+        where = device if copied else device.without_copies()
+        config, chosen = choose_cut(where, q.element_size(), K, V, N * HV, 0 if packed else T, gluon)
+        segments = chosen if segments is None else segments
+    C, BK, tma, gluon = config.C, power_of_two(K), config.tma and copied, config.gluon and gluon
     NT, NV = -(-T // C), -(-V // config.BV)
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
         segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
     length = -(-NT // segments)
     segments = -(-NT // length)
-    q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
+    strides = q_, k_, v_, g_, b_ = [0 if x is None else x.stride(1) for x in (q, k, v, g, beta)]
     decay, prepare = preparing(
         (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1,
         gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
         **registers(device, q.element_size(), K, use_qk_l2norm),
     )  # fmt: skip
-    shape = (H, HV, K, V, C, BK, config.BV)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    half = q.element_size() == 2
     kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
-    scan, rescan = (
-        Launch(
-            scan_kernel, N * HV * segments * NV,
-            (T, slots, segments, length, q_, k_, v_, *state_strides(initial, state_v_first), *shape, packed,
-             initial is not None, output_final_state, state_v_first, segments > 1, tma, config.stages, one, kept),
-            **options,
-        ) for one in ((1, 2) if half else (0, 0))
+    flags = packed, initial is not None, output_final_state, state_v_first
+    sizes, shape = (T, slots, segments, length), (H, HV, K, V, C, BK, config.BV)
+    launches = {"decay": decay, "prepare": prepare}
+    launches |= _scans(
+        config, N, sizes, strides[:3], state_strides(initial, state_v_first), shape, flags, tma, kept,
+        q.element_size() == 2, gluon,
     )  # fmt: skip
-    segment = None
-    if segments > 1:
-        numbers = (T, slots, segments, length, k_, v_, *shape, tma, config.stages)
-        blocks = NV + -(-BK // config.BV)
-        segment = Launch(segment_kernel, N * HV * (segments - 1) * blocks, numbers, **options)
-    work, for_backward = _shapes(q.dtype, N * HV * segments, HV, slots, C, BK, NV, config.BV, segments > 1, kept, tma)
+    work, for_backward = _shapes(
+        q.dtype, N * HV * segments, HV, slots, C, BK, NV, config.BV, segments > 1, kept, tma, gluon
+    )  # fmt: skip
     results = {"o": (v.shape, q.dtype)}
     if output_final_state:
         results["final"] = (N, HV, V, K) if state_v_first else (N, HV, K, V), torch.float32
     to_arrange = any(x is not y for x, y in zip(given, arranged, strict=True))
-    launches = (decay, prepare, segment, scan, rescan if half else None)
     return Plan(launches, work, for_backward, results, q.device, tma, to_arrange, out)
 
 
-def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma) -> tuple[Work, Work | None]:
+def _scans(
+    config: Config, N: int, sizes, strides, initial, shape, flags, tma: bool, kept: bool, half: bool, gluon: bool
+) -> dict[str, Launch]:
+    """What carries the state through the chunks, after its segments' maps if there are several. sizes: tokens, slots,
+    segments, chunks of a segment; strides: of q, k and v, and of the initial state; flags: packed, initial and final
+    state, its layout."""
+    segments, (H, HV, K, V, C, BK, BV), found = sizes[2], shape, {}
+    packed, has_initial, has_final, v_first = flags
+    NV, options = -(-V // BV), {"num_warps": config.warps, "num_stages": config.stages}
+    programs = N * HV * segments * NV
+    if segments > 1:
+        numbers = (*sizes, *strides[1:], *shape, tma, config.stages)
+        found["segment"] = Launch(segment_kernel, N * HV * (segments - 1) * (NV + -(-BK // BV)), numbers, **options)
+    if gluon:
+        name, starts = "hopper_scan", initial
+        if segments > 1:
+            name, starts = "hopper_scan_segments", (HV * V * K, V * K, K, 1)
+            rows = min(64, BV)  # one warpgroup's product
+            numbers = (segments, *initial, HV, K, V, BK, rows, has_initial, tma)
+            found["starts"] = Launch(starts_kernel, N * HV * segments * (V // rows), numbers, num_warps=rows // 16)
+        numbers = (*sizes, *(x // 8 for x in strides), *starts, H, HV, K, V, C, BV)
+        numbers += (packed, has_initial or segments > 1, has_final, v_first, kept)
+        numbers += (STAGES_OF_KEEPERS if kept else config.stages,)
+        found[name] = Launch(hopper_scan.hopper_scan_kernel, programs, numbers, num_warps=config.warps)
+    passes = {"scan": 1, "scan_again": 2} if half else {"scan": 0}
+    if gluon:
+        del passes["scan"]
+    for name, one in passes.items():
+        numbers = (*sizes, *strides, *initial, *shape, *flags, segments > 1, tma, config.stages, one, kept)
+        found[name] = Launch(scan_kernel, programs, numbers, **options)
+    return found
+
+
+def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma, gluon) -> tuple[Work, Work | None]:
     """What a call needs on the way, and what is kept for the backward pass. maps: sequences x heads x segments."""
     # float16 holds A and P, whose entries are near 1, eight times as finely as bfloat16.
     half, single = dtype.itemsize == 2, torch.float32
@@ -487,6 +560,8 @@ def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma) -> tupl
         work["R"] = (maps, 2, BK, BK), dtype
         work["B"] = (maps, NV * BV, BK), single
         work["forgets"] = (maps,), torch.int32
+        if gluon:
+            work["starts"] = (maps, NV * BV, BK), single
     if tma:
         work["scratch"] = (maps * NV * SCRATCH_A_PROGRAM,), torch.uint8
     return Work(work), for_backward
@@ -537,6 +612,13 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
     if dtype != "fp32":
         targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
+    if config.gluon and hopper_scan is not None:
+        starts = {**scan, "BV": 64}
+        targets.append(_target(f"starts/{where}/BV64", starts_kernel, dtype, starts, num_warps=4, hot=True))
+        for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
+            twin = {**scan, "KEEP": keep, "STAGES": stages}
+            kernel, how = hopper_scan.hopper_scan_kernel, {"num_warps": config.warps, "hot": True}
+            targets.append(_target(f"hopper_scan/{name}" + "/keep" * keep, kernel, dtype, twin, **how))
     if not all_kernels:
         return targets
     prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
@@ -559,8 +641,10 @@ def _target(name: str, kernel, dtype: str, constants: dict, **options) -> Compil
     of_dtype = ("q", "k", "v", "o", "R", "kept_S", "kept_E")
     known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
     known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
-    known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B")}
+    known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B", "starts")}
     known |= {"forgets": "*i32", "done": "*i32"}
+    if not constants.get("KEEP"):  # as in a call
+        constants = constants | {"kept_S": None, "kept_E": None}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith("initial_"))

@@ -150,6 +150,41 @@ def state_before(
     return S
 
 
+@triton.jit(do_not_specialize=["segments"])
+def starts_kernel(
+    R, B, forgets, initial, starts, segments, initial_n, initial_h, initial_v, initial_k,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The states that the programs of scan_kernel start from, for its twin in hopper_scan.py: starts [N, segments, HV,
+    V, BK]."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    VP: tl.constexpr = NV * BV
+    pid = tl.program_id(0)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = (pid // NV // segments // HV).to(tl.int64)
+    maps = segments * HV
+    m_R = rows_of(R + n * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+    if HAS_INITIAL:
+        initial += n * initial_n + h.to(tl.int64) * initial_h
+    S = state_before(
+        initial, initial_v, initial_k, m_R, B + n * maps * (VP * BK), forgets + n * maps, segment, h, HV, maps, V,
+        iv * BV, K, BK, BV, VP, HAS_INITIAL, True, TMA,
+    )  # fmt: skip
+    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
+    p_start = starts + ((n * segments + segment) * HV + h) * (VP * BK)
+    tl.store(p_start + row_v[:, None] * BK + row_k[None, :], S)
+
+
+@triton.jit
+def lost(S, entries):
+    """Whether a state of so many entries is no number, or so small that float16 may have lost digits on the way."""
+    total = tl.sum(tl.abs(S))  # NaN and infinity stay what they are; one sum, or Triton 3.6 fails for Blackwell
+    return (total < LEAST_MEAN * entries) | (total == float("inf")) | (total != total)
+
+
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
 def scan_kernel(
     q, k, v, o, tiles, factors, initial, final, cu_seqlens, R, B, forgets, done, kept_S, kept_E,
@@ -213,9 +248,8 @@ def scan_kernel(
         v_stride, HV * V, K, C, BK, BV, VP, TMA, STAGES, PASS == 2, KEEP,
     )  # fmt: skip
     if PASS == 1:
-        total = tl.sum(tl.sum(tl.abs(S), 1), 0)  # NaN and infinity stay what they are
-        held = (total >= LEAST_MEAN * (tl.minimum(BV, width) * K)) & (total < float("inf"))
-        tl.store(done + pid, (held | (last <= first)).to(tl.int32))
+        again = lost(S, tl.minimum(BV, width) * K) & (first < last)
+        tl.store(done + pid, 1 - again.to(tl.int32))
 
     if HAS_FINAL:
         if segment == segments - 1:
