@@ -44,7 +44,7 @@ TOLERATED_SPILLS = 16
 # What a release leaves, in bytes a thread, where another spills nothing. In the segmented scan it is the loop over
 # earlier segments, one turn a segment. {(architecture, name): {release: most bytes}}.
 KNOWN_SPILLS = {
-    ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 256, "3.9": 16},
+    ("sm_80", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 256, "3.6": 72, "3.9": 16},
     ("sm_90", "scan/bf16/K128/C64/BV64/segmented"): {"3.4": 8, "3.9": 160},
     ("sm_90", "scan/bf16/K128/C64/BV64/segmented/keep"): {"3.4": 16, "3.6": 48, "3.9": 140},
     ("sm_90", "adjoints/bf16/K128/C64/BV64/kept"): {"3.4": 200},

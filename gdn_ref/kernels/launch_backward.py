@@ -195,8 +195,8 @@ ARGUMENTS = {
 
 def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int] | None:
     """How chunk_backward would have what a forward call keeps: tokens a chunk, and rows of a state filled up. The
-    inputs are those of the kernels. None for wide keys: the scan that keeps their states spills, or does not compile
-    (Triton 3.6 for Blackwell)."""
+    inputs are those of the kernels. None for wide keys: the scan that keeps their states spills (Triton
+    3.6 for Hopper)."""
     config, _, VP = _cut(q, k, v, v, cu_seqlens)
     return (config.C, VP) if q.shape[3] <= WIDEST_KEPT else None
 

@@ -173,8 +173,10 @@ def prepare_kernel(
         size = tl.sum(tl.where(i[:, None] == i[None, :], b_KK, 0.0), 1) * b_beta  # beta |k|^2
         if NORM:
             size *= length_k * length_k
-        growth = tl.sum(tl.log2(tl.maximum(size - 1, 1.0)), 0)  # of H_t, whose eigenvalues are 1 and 1 - size   (2.2)
-        tl.store(factors + base * (FACTORS * C) + END * C + 1, whole_C + rest_C + growth)
+        # of H_t, whose eigenvalues are 1 and 1 - size (2.2); one number, but no scalar: a sum from one dimension to
+        # none of what comes of a product Triton 3.6 does not compile for Blackwell
+        growth = tl.sum(tl.log2(tl.maximum(size - 1, 1.0))[:, None], 0)
+        tl.store(factors + base * (FACTORS * C) + END * C + tl.arange(1, 2), whole_C + rest_C + growth)
     b_N = b_KK * Gamma  # (5.2)
     if NORM:
         b_N *= length_k[:, None]

@@ -181,7 +181,9 @@ def starts_kernel(
 @triton.jit
 def lost(S, entries):
     """Whether a state of so many entries is no number, or so small that float16 may have lost digits on the way."""
-    total = tl.sum(tl.abs(S))  # NaN and infinity stay what they are; one sum, or Triton 3.6 fails for Blackwell
+    # NaN and infinity stay what they are. All at once, for Triton 3.6 does not compile for Blackwell a sum from one
+    # dimension to none of what comes of a product.
+    total = tl.sum(tl.abs(S))
     return (total < LEAST_MEAN * entries) | (total == float("inf")) | (total != total)
 
 
