@@ -126,6 +126,12 @@ def choose_segments(device: Device, config: Config, programs: int, chunks: int, 
     return max(1, min(device.processors // programs, chunks // 16))
 
 
+def cut(chunks: int, segments: int) -> tuple[int, int]:
+    """Chunks a segment, and how many segments that makes: no more than were asked for, and none empty."""
+    length = -(-chunks // segments)
+    return length, -(-chunks // length)
+
+
 # ---------------------------------------------------------------------------------------------------- launching
 
 
@@ -414,6 +420,13 @@ def states(HV: int, slots: int, C: int, BK: int, VP: int, dtype: torch.dtype) ->
     return {"S": ((HV, slots, VP, BK), dtype), "E": ((HV, slots, C, VP), dtype)}
 
 
+def maps_of_segments(maps: int, BK: int, VP: int, dtype: torch.dtype) -> dict:
+    """Shape and dtype of the affine maps of segments: see segment_kernel. maps: sequences x heads x segments."""
+    return {
+        "R": ((maps, 2, BK, BK), dtype), "B": ((maps, VP, BK), torch.float32), "forgets": ((maps,), torch.int32),
+    }  # fmt: skip
+
+
 def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
     """Strides of a state's sequences, heads, V and K."""
     if state is None:
@@ -440,18 +453,18 @@ def make_plan(
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
         segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
-    length = -(-NT // segments)
-    segments = -(-NT // length)
+    length, segments = cut(NT, segments)
+    kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
     decay, prepare = preparing(
-        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1,
+        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
+        segments > 1 or (kept and not packed),  # the backward pass may cut segments where this one does not
         gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
         **registers(device, q.element_size(), K, use_qk_l2norm),
     )  # fmt: skip
     shape = (H, HV, K, V, C, BK, config.BV)
     options = {"num_warps": config.warps, "num_stages": config.stages}
     half = q.element_size() == 2
-    kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     scan, rescan = (
         Launch(
             scan_kernel, N * HV * segments * NV,
@@ -484,9 +497,7 @@ def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma) -> tupl
     if half:
         work["done"] = (maps * NV,), torch.int32
     if segmented:
-        work["R"] = (maps, 2, BK, BK), dtype
-        work["B"] = (maps, NV * BV, BK), single
-        work["forgets"] = (maps,), torch.int32
+        work |= maps_of_segments(maps, BK, NV * BV, dtype)
     if tma:
         work["scratch"] = (maps * NV * SCRATCH_A_PROGRAM,), torch.uint8
     return Work(work), for_backward
@@ -545,6 +556,9 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     raw = {"PACKED": True, "NORM": True, "BOUND": False}
     how |= registers(Device(architecture, 1), 2 if dtype == "bf16" else 4, K, norm=True)
     targets.append(_target(f"prepare/{where}/packed/norm", prepare_kernel, dtype, {**prepare, **raw}, **how))
+    if K <= 128:  # where the backward pass may cut segments
+        both = {**prepare, "NORM": True, "BOUND": True}
+        targets.append(_target(f"prepare/{where}/norm", prepare_kernel, dtype, both, **how))
     gates = {**shape, "BH": HEADS_A_PROGRAM, "PACKED": True, "LARGEST_BETA": 1.0}
     gates |= dict.fromkeys(("HAS_G", "RAW_G", "HAS_BIAS", "HAS_BETA", "RAW_BETA"), True)
     targets.append(_target(f"decay/{where}/raw", decay_kernel, dtype, gates, num_warps=4, hot=dtype != "fp32"))
