@@ -1,5 +1,6 @@
 """The fused Triton backward against float64 autograd of the token recurrence, interpreted where there is no GPU."""
 
+import math
 import threading
 
 import helpers as h
@@ -108,13 +109,14 @@ def test_wide_heads(K, V, dtype):
     check(h.make(20, 1, 1, K, V, keys="correlated", dtype=dtype))
 
 
+@pytest.mark.parametrize("segments", [None, 2])
 @pytest.mark.parametrize("size", [1e-7, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "bf16"])
-def test_gradients_of_any_size(size, dtype):
+def test_gradients_of_any_size(size, dtype, segments):
     """Losses that are means have gradients that float16 would not hold: their size is taken out on the way."""
     x = h.make(70, 1, 2, 32, 16, dtype=dtype)
     do, dstate = upstream(x)
-    one, other = backward(x, do, dstate), backward(x, do * size, dstate * size)
+    one, other = (backward(x, do * s, dstate * s, segments=segments) for s in (1, size))
     h.assert_close({n: t / size for n, t in other.items()}, {n: t.double() for n, t in one.items()}, CHECKED[dtype])
 
 
@@ -169,10 +171,10 @@ def test_nothing_to_do(T, lengths):
 # ---------------------------------------------------------------- gates, norm, states, layouts
 
 
-@pytest.mark.parametrize("allow_neg_eigval, bias, K, dtype", [
-    (False, True, 24, torch.float32), (True, False, 24, torch.float32), (False, True, 70, HALF),
+@pytest.mark.parametrize("allow_neg_eigval, bias, K, dtype, segments", [
+    (False, True, 24, torch.float32, None), (True, False, 24, torch.float32, 2), (False, True, 70, HALF, None),
 ])  # fmt: skip
-def test_raw_gates_and_norm(allow_neg_eigval, bias, K, dtype):
+def test_raw_gates_and_norm(allow_neg_eigval, bias, K, dtype, segments):
     x = h.make(40, 1, 3, K, 16, dtype=dtype)
     gen = h.rng("raw gates", bias)
     raw = {"a": h.randn(gen, 1, 40, 3) * 2, "b": h.randn(gen, 1, 40, 3) * 2, "A_log": h.randn(gen, 3)}
@@ -188,7 +190,7 @@ def test_raw_gates_and_norm(allow_neg_eigval, bias, K, dtype):
     found = backward(
         x | {"g": raw["a"], "beta": raw["b"]}, *upstream(x), use_qk_l2norm=True, beta_is_raw=True,
         allow_neg_eigval=allow_neg_eigval, A_log=raw["A_log"].to(DEVICE),
-        dt_bias=raw["dt_bias"].to(DEVICE) if bias else None,
+        dt_bias=raw["dt_bias"].to(DEVICE) if bias else None, segments=segments,
     )  # fmt: skip
     found = {{"d_g": "d_a", "d_beta": "d_b"}.get(n, n): t for n, t in found.items()}
     h.assert_close(found, {n: expected[n] for n in found}, CHECKED[dtype])
@@ -351,6 +353,107 @@ def test_H02_every_configuration_forced(itemsize, K, config, lengths):
         check(x, config=for_this_card(config))
 
 
+# ---------------------------------------------------------------- segments
+
+
+@pytest.fixture
+def full_of_nan(monkeypatch):
+    """Whoever reads of a call's memory what nobody has written reads NaN."""
+    new = lambda self, device: torch.full((self.size,), 255, dtype=torch.uint8, device=device)  # noqa: E731
+    monkeypatch.setattr(launch.Work, "allocate", new)
+
+
+@h.in_every_dtype
+@pytest.mark.parametrize("segments", [2, 5])
+@pytest.mark.parametrize("decays", ["none", "slow", "reset"])
+def test_segments_are_exact(segments, decays, dtype, full_of_nan):
+    """Slow gates: whoever drops what comes from far away is caught here. The gradient of the final state goes through
+    every segment into that of the initial one."""
+    T = 66 if dtype == torch.float32 else 140
+    x = h.make(T, 1, 2, 32, 20, B=2 if segments == 2 else 1, keys="correlated", decays=decays, dtype=dtype)
+    check(x, segments=segments)
+
+
+def test_segments_compose_as_finely_as_float32(full_of_nan):
+    """Where no key points, the adjoint decays and nothing else: to 3e-5, of which a map or a state in one half of
+    bfloat16 would be a hundred times as far off."""
+    x = h.make(140, 1, 1, 32, 20, decays="slow", dtype=HALF)
+    x |= {n: x[n].float() for n in ("g", "initial_state")}
+    x["k"][..., 16:] = 0
+    _, dstate = upstream(x)
+    found = backward(x, None, dstate * 1.2345, segments=5)["d_initial_state"][:, :, 16:]
+    expected = dstate.double()[:, :, 16:] * 1.2345 * x["g"].double().sum().exp()
+    h.assert_close({"d_initial_state": found}, {"d_initial_state": expected}, 3e-5)
+
+
+@pytest.mark.parametrize("decaying", [slice(0, 400), slice(208, 336), slice(336, 400), slice(0)], ids=str)
+def test_segments_start_early_where_the_future_is_forgotten(decaying, full_of_nan):
+    """The second of two is tokens 208 to 399, longer than one look, which is 128 tokens: if these decay, only they are
+    run for its map; if those after them do, all are, for they see each other; and the rest has a say otherwise."""
+    x = h.make(400, 1, 1, 16, 16, keys="correlated", decays="slow")
+    x["beta"] = x["beta"] * 0.1  # or many writes leave as little as decays do
+    x["g"][:, decaying] = -2.0
+    check(x, segments=2)
+
+
+def test_segments_see_keys_that_keep_alive_what_decays(full_of_nan):
+    """As in the forward's test: by the decays alone all would be forgotten, and nothing is."""
+    x = h.make(300, 1, 1, 16, 16, keys="repeated")
+    x["g"], x["beta"] = torch.full_like(x["g"], -2.0), torch.ones_like(x["beta"])
+    x["k"] = x["k"] * (1 + math.exp(2)) ** 0.5
+    x["v"], x["q"] = x["v"] * 1e-3, x["q"] * 1e-3
+    check(x, segments=2)
+
+
+def cut_into_segments():
+    """(configuration, bytes an element) of all that may be, each once, and the one of float32 besides."""
+    archs = ("sm_80", "sm_90", "sm_100", "some other card")
+    found = {launch_backward.configs_for(a, 2, 64)[0]: a for a in archs}
+    found[launch_backward.FP32[4, False][0]] = "fp32"
+    return [pytest.param(c, 4 if a == "fp32" else 2, id=a.replace(" ", "_")) for c, a in found.items()]
+
+
+@pytest.mark.parametrize("config, itemsize", cut_into_segments())
+def test_segments_in_every_configuration(config, itemsize, full_of_nan):
+    """Maps in several blocks of rows, the last of them partly filled, and last segments that are shorter."""
+    dtype = HALF if itemsize == 2 else torch.float32
+    x = h.make(4 * config.C + 3, 1, 1, 64, 88, keys="correlated", decays="slow", dtype=dtype)
+    with fits(config):
+        check(x, config=for_this_card(config), segments=2)
+
+
+def test_segments_with_states_in_either_layout(full_of_nan):
+    x = h.make(80, 1, 2, 24, 40, decays="slow")
+    do, dstate = upstream(x)
+    one = backward(x, do, dstate, segments=2)
+    v_first = x | {"initial_state": x["initial_state"].mT}
+    other = backward(v_first, do, dstate.mT, state_v_first=True, segments=2)
+    other["d_initial_state"] = other["d_initial_state"].mT
+    assert all(torch.equal(one[n], other[n]) for n in one)
+    check(h.without(x, "initial_state") | {"initial_state": None}, segments=2)
+
+
+def test_segments_repeat_bitwise():
+    x = h.make(150, 2, 4, 32, 32, B=2, decays="slow", dtype=HALF)
+    first, *others = (backward(x, *upstream(x), segments=3) for _ in range(3))
+    assert all(torch.equal(first[n], other[n]) for other in others for n in first)
+
+
+@pytest.mark.parametrize("T, heads, K, dtype, packed, segments", [
+    (4096, 32, 128, HALF, False, 2), (4096, 32, 128, torch.float16, False, 2), (4096, 32, 64, HALF, False, 4),
+    (4096, 32, 128, torch.float32, False, 1), (4096, 32, 128, HALF, True, 1), (4096, 64, 128, HALF, False, 1),
+    (1024, 4, 128, HALF, False, 1), (4096, 2, 256, HALF, False, 1),
+])  # fmt: skip
+def test_segments_chosen_by_shape(T, heads, K, dtype, packed, segments, monkeypatch):
+    """As the forward chooses them: where heads are few, sequences long, and products of 16 bits."""
+    monkeypatch.setattr(launch_backward, "device_of", lambda device: launch.Device("sm_90", 132))
+    q = k = v = torch.zeros(1, T, heads, K, dtype=dtype)
+    gate, cu = torch.zeros(1, T, heads), torch.tensor([0, T]) if packed else None
+    plan = launch_backward.make_plan(q, k, v, gate, gate, None, None, cu, None, v, None, 1.0, *[False] * 4)
+    assert plan.launches["adjoints"].grid[0] == segments * plan.launches["states"].grid[0]
+    assert ("adjoint_segments" in plan.launches) == (segments > 1)
+
+
 # ---------------------------------------------------------------- what the forward keeps
 
 
@@ -402,6 +505,20 @@ def test_segments_and_second_passes_keep_too(dtype, monkeypatch):
     with fits(backwards):
         _, kept = keeping(x, (config.C, 128), config, segments=1 if dtype != HALF else 2)
         check(x, config=for_this_card(backwards), saved=kept)
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "bf16"])
+def test_segments_from_what_the_forward_keeps(dtype, segments, full_of_nan, monkeypatch):
+    """The forward, which runs in one piece here, has left the bounds that say what is forgotten. (In float32 the second
+    of two segments is longer than one look, after which a bound that is no number would end the search.)"""
+    monkeypatch.setattr(launch_backward, "states_kernel", None)
+    both = (module.configs_for("sm_90", dtype.itemsize, 64)[0] for module in (launch, launch_backward))
+    config, backwards = map(for_this_card, both)
+    x = h.make(300, 1, 1, 16, config.BV, keys="correlated", decays="slow", dtype=dtype)
+    with fits(backwards):
+        _, kept = keeping(x, (config.C, config.BV), config)
+        check(x, config=backwards, saved=kept, segments=segments)
 
 
 def test_what_is_kept_in_another_cut_is_made_again():

@@ -18,14 +18,15 @@ columns, from i and j = t on. That keeps its digits since both add up the very s
 diagonal is left out: a query's own key is across nothing, and outweighs all the rest where tokens decay fast. Without
 beta, columns of X are k.c but for its part from after the chunk.
 
-Nothing is added up across programs, and no sum depends on who comes first.
+Nothing is added up across programs, and no sum depends on who comes first. The adjoints are in adjoints.py, all else
+is here.
 """
 
 import triton
 import triton.language as tl
 
 from .gates import log1p_exp, log_decay, write_strength
-from .prep import BETA, END, FACTORS, QUERY, READ, REST, SCORE, WHOLE, WRITE, chunk_of_slot, inverse_lengths, unscaled
+from .prep import BETA, END, FACTORS, QUERY, READ, REST, WHOLE, WRITE, chunk_of_slot, inverse_lengths, unscaled
 from .scan import read_tile, rows_of, write_tile
 from .tiles import first_slot, load_rows, power, sequence, store_rows
 
@@ -109,88 +110,6 @@ def states_kernel(
         b_E = tl.dot(W, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
         b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
         write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
-
-
-# ------------------------------------------------------------------------------------------ adjoints, in reverse
-
-
-@triton.jit
-def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
-    """One chunk: from the adjoint dS'^T [BV, K] of the state after it that of the state before it, and dv^T [BV, C]."""
-    b_do = tl.trans(b_do).to(tl.float32)
-    X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
-    dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")  # (9.6)
-    b_dP, top = sized(b_do * score[None, :], b_P)
-    X += tl.dot(b_dP, b_P, input_precision="ieee") * top[:, None]  # (9.4)
-    X, top = sized(X, b_A)
-    dv = tl.dot(X, b_A, input_precision="ieee") * top[:, None]  # (9.5)
-    return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
-
-
-@triton.jit(do_not_specialize=["T", "slots"])
-def adjoints_kernel(
-    q, k, do, tiles, factors, dfinal, dS, dv, dinitial, cu_seqlens,
-    T, slots, q_stride, k_stride, final_n, final_h, final_v, final_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
-    HAS_DINITIAL: tl.constexpr, V_FIRST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The scan in reverse: BV columns of V of one value head of one sequence, from its last chunk to its first.
-
-    do: [.., HV, V]; dfinal: the gradient of the final state in any layout. Writes dS [HV, slots, VP, BK], the adjoint
-    of the state after every chunk, transposed as S is; dv [.., HV, V]; dinitial [N, HV, V, K], or [N, HV, K, V] unless
-    V_FIRST.
-    """
-    NV: tl.constexpr = VP // BV
-    iv = tl.program_id(0) % NV
-    h = (tl.program_id(0) // NV) % HV
-    n = tl.program_id(0) // NV // HV
-    start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
-    NT = tl.cdiv(L, C)
-    base = h.to(tl.int64) * slots + slot
-    width = V - iv * BV
-    m_q = rows_of(q + start * q_stride + (h // (HV // H)) * K, q_stride, L, K, C, BK, TMA)
-    m_k = rows_of(k + start * k_stride + (h // (HV // H)) * K, k_stride, L, K, C, BK, TMA)
-    m_do = rows_of(do + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
-    m_dv = rows_of(dv + (start * HV + h) * V + iv * BV, HV * V, L, width, C, BV, TMA)
-    m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
-    m_P = rows_of(tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C), C, NT * C, C, C, C, TMA)
-    m_dS = rows_of(dS + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
-    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
-    inside = (row_v < V)[:, None] & (row_k < K)[None, :]
-    b_dS = tl.zeros([BV, BK], tl.float32)
-    if HAS_DFINAL:
-        p_dfinal = dfinal + n.to(tl.int64) * final_n + h.to(tl.int64) * final_h
-        b_dS = tl.load(p_dfinal + row_v[:, None] * final_v + row_k[None, :] * final_k, mask=inside, other=0.0)
-        b_dS = b_dS.to(tl.float32)
-
-    i = tl.arange(0, C)
-    for r in tl.range(0, NT, num_stages=STAGES):
-        # load; do goes into products by way of registers, the others straight away: none does both
-        chunk = NT - 1 - r
-        row = chunk * C
-        b_k = read_tile(m_k, row, k_stride, L, K, C, BK, TMA)
-        b_P = read_tile(m_P, row, C, NT * C, C, C, C, TMA)
-        b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
-        b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
-        b_do = read_tile(m_do, row, HV * V, L, width, C, BV, TMA)
-        p_factors = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
-        query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
-        end = tl.load(p_factors + END * C)
-        # compute and store
-        write_tile(m_dS, chunk * VP, BK, NT * VP, BK, b_dS, BV, BK, TMA)
-        b_A, b_P = b_A.to(b_k.dtype), b_P.to(b_k.dtype)  # what the forward has kept is float16 for bfloat16
-        b_dS, b_dv = step_back(b_dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end)
-        write_tile(m_dv, row, HV * V, L, width, tl.trans(b_dv.to(dv.dtype.element_ty)), C, BV, TMA)
-
-    if HAS_DINITIAL:
-        p_dinitial = dinitial + (n.to(tl.int64) * HV + h) * (K * V)
-        if V_FIRST:
-            p_dinitial += row_v[:, None] * K + row_k[None, :]
-        else:
-            p_dinitial += row_v[:, None] + row_k[None, :] * V
-        tl.store(p_dinitial, b_dS.to(dinitial.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------ pairs of a chunk's tokens

@@ -161,6 +161,12 @@ def choose_cut(
     return config, segments_of(config)
 
 
+def cut(chunks: int, segments: int) -> tuple[int, int]:
+    """Chunks a segment, and how many segments that makes: no more than were asked for, and none empty."""
+    length = -(-chunks // segments)
+    return length, -(-chunks // length)
+
+
 # ---------------------------------------------------------------------------------------------------- launching
 
 
@@ -459,6 +465,13 @@ def states(HV: int, slots: int, C: int, BK: int, VP: int, dtype: torch.dtype) ->
     return {"S": ((HV, slots, VP, BK), dtype), "E": ((HV, slots, C, VP), dtype)}
 
 
+def maps_of_segments(maps: int, BK: int, VP: int, dtype: torch.dtype) -> dict:
+    """Shape and dtype of the affine maps of segments: see segment_kernel. maps: sequences x heads x segments."""
+    return {
+        "R": ((maps, 2, BK, BK), dtype), "B": ((maps, VP, BK), torch.float32), "forgets": ((maps,), torch.int32),
+    }  # fmt: skip
+
+
 def state_strides(state: Tensor | None, v_first: bool) -> tuple[int, ...]:
     """Strides of a state's sequences, heads, V and K."""
     if state is None:
@@ -488,15 +501,15 @@ def make_plan(
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
         segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
-    length = -(-NT // segments)
-    segments = -(-NT // length)
+    length, segments = cut(NT, segments)
+    kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     strides = q_, k_, v_, g_, b_ = [0 if x is None else x.stride(1) for x in (q, k, v, g, beta)]
     decay, prepare = preparing(
-        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1,
+        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
+        segments > 1 or (kept and not packed),  # the backward pass may cut segments where this one does not
         gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
         **registers(device, q.element_size(), K, use_qk_l2norm),
     )  # fmt: skip
-    kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     flags = packed, initial is not None, output_final_state, state_v_first
     sizes, shape = (T, slots, segments, length), (H, HV, K, V, C, BK, config.BV)
     launches = {"decay": decay, "prepare": prepare}
@@ -557,9 +570,7 @@ def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma, gluon) 
     if half:
         work["done"] = (maps * NV,), torch.int32
     if segmented:
-        work["R"] = (maps, 2, BK, BK), dtype
-        work["B"] = (maps, NV * BV, BK), single
-        work["forgets"] = (maps,), torch.int32
+        work |= maps_of_segments(maps, BK, NV * BV, dtype)
         if gluon:
             work["starts"] = (maps, NV * BV, BK), single
     if tma:
@@ -627,6 +638,9 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     raw = {"PACKED": True, "NORM": True, "BOUND": False}
     how |= registers(Device(architecture, 1), 2 if dtype == "bf16" else 4, K, norm=True)
     targets.append(_target(f"prepare/{where}/packed/norm", prepare_kernel, dtype, {**prepare, **raw}, **how))
+    if K <= 128:  # where the backward pass may cut segments
+        both = {**prepare, "NORM": True, "BOUND": True}
+        targets.append(_target(f"prepare/{where}/norm", prepare_kernel, dtype, both, **how))
     gates = {**shape, "BH": HEADS_A_PROGRAM, "PACKED": True, "LARGEST_BETA": 1.0}
     gates |= dict.fromkeys(("HAS_G", "RAW_G", "HAS_BIAS", "HAS_BETA", "RAW_BETA"), True)
     targets.append(_target(f"decay/{where}/raw", decay_kernel, dtype, gates, num_warps=4, hot=dtype != "fp32"))

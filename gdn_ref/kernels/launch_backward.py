@@ -7,6 +7,8 @@ passes. In bytes, for a token and a value head at K = V = 128 and 16-bit inputs,
     of the forward, kept or made again      A and P 256, factors 32, S 512, E 256          1.0 KB
     needed on the way                       dS 512, pairs 256, sums 32                     0.8 KB
     inputs and gradients                    q and k of a fourth of the heads 128, v, o and do 768, dv, dq, dk 384
+
+Where heads are few the adjoints are cut into segments, by the forward's rule; their maps are 128 KB a segment and head.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import triton
 from torch import Tensor
 
 from . import launch
+from .adjoints import adjoint_segment_kernel, adjoints_kernel
 from .backward import (
-    adjoints_kernel,
     finish_kernel,
     gradients_kernel,
     lengths_kernel,
@@ -175,7 +177,10 @@ ARGUMENTS = {
     "decay": ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors"),
     "prepare": ("q", "k", "cu_seqlens", "tiles", "factors", "dv"),  # dv gets 0 where tokens belong to no sequence
     "states": ("k", "v", "tiles", "factors", "initial", "S", "E", "cu_seqlens"),
-    "adjoints": ("q", "k", "do", "tiles", "factors", "dfinal", "dS", "dv", "dinitial", "cu_seqlens"),
+    "adjoint_segments": ("q", "k", "do", "tiles", "factors", "R", "B", "forgets"),
+    "adjoints": (
+        "q", "k", "do", "tiles", "factors", "dfinal", "R", "B", "forgets", "dS", "dv", "dinitial", "cu_seqlens",
+    ),
     "lengths": ("q", "k", "lengths", "dq", "dk", "cu_seqlens"),
     "pairs": (
         "q", "k", "do", "dv", "factors", "lengths", "E", "pairs", "tops", "within", "dq", "dk", "cu_seqlens",
@@ -256,12 +261,13 @@ def chunk_backward(
     dt_bias: Tensor | None = None,
     saved: Kept | None = None,
     config: Config | None = None,
+    segments: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The fused backward pass. Arguments are those of launch.chunk_forward, and are not checked here either.
 
     do: [B,T,HV,V], dht: as the final state, float32; either may be None (0). Any strides, but do is copied where it is
-    not contiguous. saved: what the forward pass kept, or None, which makes it again. config stands in for the one
-    chosen by shape and device.
+    not contiguous. saved: what the forward pass kept, or None, which makes it again. config and segments stand in for
+    those chosen by shape and device.
 
     Returns (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial), each in the dtype of what it is the gradient of and
     None where that is. dg and dbeta belong to what was passed as g and beta: the raw gates, if they are raw. Sums are
@@ -270,7 +276,8 @@ def chunk_backward(
     given = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     if not launch.has_tokens(q, cu_seqlens):
         return _nothing(given, dht)
-    options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first, saved and saved.cut(), config)
+    options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first, saved and saved.cut())
+    options += (config, segments)
     kind = kind_of_call((*given, do, dht), options)
     plan = launch.recalled_or_made(_plans, kind, lambda: make_plan(*given, do, dht, *options))
     return plan.run(*given, do, dht, saved)
@@ -287,7 +294,7 @@ def _nothing(given, dht):
 
 def make_plan(
     q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial, do, dfinal, scale, use_qk_l2norm, beta_is_raw,
-    allow_neg_eigval, state_v_first, kept=None, config=None,
+    allow_neg_eigval, state_v_first, kept=None, config=None, segments=None,
 ) -> Plan:  # fmt: skip
     """The plan of a call: configuration, grids and every number that kernels are given. See chunk_backward. What was
     kept is of use if it is cut as is wanted here, which an upstream gradient at an odd address may change."""
@@ -302,32 +309,46 @@ def make_plan(
     config, copied, VP = _cut(q, k, v, do, cu_seqlens, config)
     C, BV, KP, tma, NK = config.C, config.BV, power_of_two(K), config.tma and copied, -(-K // config.BK)
     kept = kept == (C, VP)
-    slots = T // C + N + 1 if packed else B * -(-T // C)
+    NT, NV = -(-T // C), VP // BV
+    slots = T // C + N + 1 if packed else B * NT
+    if segments is None:
+        counts = N * HV * NV, NT, K, q.element_size()
+        segments = 1 if packed else launch.choose_segments(device_of(q.device), config, *counts)
+    length, segments = launch.cut(NT, segments)
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
     gates = launch.gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval)
     sizes, scan, launches = (T, N, slots), (*shape, C, KP, BV, VP, packed), {}
     if not kept:
         launches["decay"], launches["prepare"] = launch.preparing(
-            sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, False, gates, config
+            sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1, gates, config
         )
         launches["states"] = Launch(
-            states_kernel, N * HV * (VP // BV),
+            states_kernel, N * HV * NV,
             (T, slots, k_, v_, *state_strides(initial, state_v_first), *scan, initial is not None, tma, config.stages),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
+    numbers, how = (T, slots, segments, length, q_, k_), {"num_warps": config.warps, "num_stages": config.stages_back}
+    if segments > 1:
+        blocks = NV + -(-KP // BV)
+        launches["adjoint_segments"] = Launch(
+            adjoint_segment_kernel, N * HV * (segments - 1) * blocks,
+            (*numbers, *scan[:-1], tma, config.stages_back), **how,
+        )  # fmt: skip
     launches["adjoints"] = Launch(
-        adjoints_kernel, N * HV * (VP // BV),
-        (T, slots, q_, k_, *state_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
-         state_v_first, tma, config.stages_back),
-        num_warps=config.warps, num_stages=config.stages_back,
+        adjoints_kernel, N * HV * segments * NV,
+        (*numbers, *state_strides(dfinal, state_v_first), *scan, dfinal is not None, initial is not None,
+         state_v_first, segments > 1, tma, config.stages_back),
+        **how,
     )  # fmt: skip
     exact = q.dtype == torch.float32
     launches |= _gradients_of_keys(config, sizes, (q_, k_), shape, KP, VP, scale, packed, use_qk_l2norm, exact)
     numbers = (*sizes, g_, b_, H, HV, C, NK, config.BK, packed, use_qk_l2norm, *gates[:-1])
     launches["finish"] = Launch(finish_kernel, slots * HV, numbers, num_warps=2)
     work, results = _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config, kept)
+    if segments > 1:
+        work |= launch.maps_of_segments(N * HV * segments, KP, VP, q.dtype)
     if tma:
-        programs = launches["adjoints"].grid[0]  # which alone have descriptors, and the states, which have as many
+        programs = max(x.grid[0] for n, x in launches.items() if n in ("adjoints", "adjoint_segments"))
         work["scratch"] = (programs * launch.SCRATCH_A_PROGRAM,), torch.uint8
     return Plan(launches, Work(work), results, q.device, tma, to_arrange, dtypes)
 
@@ -400,16 +421,25 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
         how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
         for config, forward in zip(configs, launch.configs_for(architecture, itemsize, how[1]), strict=True):
             targets += _targets_of(config, configs[0], *how)
+            segmented = config == configs[0] and how == ("bf16", 128)  # the narrow one, as in the forward
+            targets += _adjoints_targets(config, *how, segmented)
             if config.C == forward.C and how[1] <= WIDEST_KEPT:
-                targets += launch.keep_targets(forward, *how) + _from_kept(config, *how)
+                targets += launch.keep_targets(forward, *how)
+                targets += _adjoints_targets(config, *how, segmented, kept=True) if itemsize == 2 else []
     return targets
 
 
-def _from_kept(config: Config, dtype: str, K: int) -> list[CompileTarget]:
-    """The adjoints from A and P as the forward pass keeps them, which are float16 for 16-bit inputs."""
+def _adjoints_targets(config: Config, dtype: str, K: int, segmented: bool, kept: bool = False) -> list[CompileTarget]:
+    """The adjoints, in segments too, from A and P in the dtype of the products or as the forward pass has kept them,
+    which are float16 for 16-bit inputs."""
     scan, options = _adjoints_target(config, dtype, K)
-    name = f"adjoints/{dtype}/K{K}/C{config.C}/BV{config.BV}/kept"
-    return [] if dtype == "fp32" else [_target(name, adjoints_kernel, dtype, scan, "fp16", **options)]
+    name, tiles = f"{dtype}/K{K}/C{config.C}/BV{config.BV}" + "/kept" * kept, "fp16" if kept else dtype
+    targets = [_target(f"adjoints/{name}", adjoints_kernel, dtype, scan, tiles, **options)]
+    if segmented:
+        scan |= {"PACKED": False, "SEGMENTED": True}
+        targets.append(_target(f"adjoints/{name}/segmented", adjoints_kernel, dtype, scan, tiles, **options))
+        targets.append(_target(f"adjoint_segments/{name}", adjoint_segment_kernel, dtype, scan, tiles, **options))
+    return targets
 
 
 def _adjoints_target(config: Config, dtype: str, K: int) -> tuple[dict, dict]:
@@ -419,8 +449,8 @@ def _adjoints_target(config: Config, dtype: str, K: int) -> tuple[dict, dict]:
     }  # fmt: skip
     scan = {
         "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K,
-        "PACKED": True, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True, "V_FIRST": True, "NORM": True,
-        "TMA": config.tma, "STAGES": config.stages_back, **gates,
+        "PACKED": True, "SEGMENTED": False, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True,
+        "V_FIRST": True, "NORM": True, "TMA": config.tma, "STAGES": config.stages_back, **gates,
     }  # fmt: skip
     return scan, {"num_warps": config.warps, "num_stages": config.stages_back, "hot": dtype != "fp32"}
 
@@ -428,14 +458,11 @@ def _adjoints_target(config: Config, dtype: str, K: int) -> tuple[dict, dict]:
 def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[CompileTarget]:
     """The kernels of one configuration that those of the first of its device do not cover."""
     where = f"{dtype}/K{K}/C{config.C}"
-    scan, adjoints = _adjoints_target(config, dtype, K)
+    scan, _ = _adjoints_target(config, dtype, K)
     hot = dtype != "fp32"
     states = {"num_warps": config.warps, "num_stages": config.stages, "hot": hot}
     name = f"{where}/BV{config.BV}"
-    targets = [
-        _target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states),
-        _target(f"adjoints/{name}", adjoints_kernel, dtype, scan, **adjoints),
-    ]
+    targets = [_target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states)]
     blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K}
     name = f"{where}/BK{config.BK}/BV{config.block}"
     if config == first or config[-4:] != first[-4:]:  # BK and what follows it
@@ -472,10 +499,10 @@ def _gradients_target(name: str, config: Config, dtype: str, constants: dict, ho
 
 
 def _target(name: str, kernel, dtype: str, constants: dict, tiles: str | None = None, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS", "pairs")
+    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS", "pairs", "R")
     singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
-    singles += ("tops", "within", "dg", "dbeta", "share")
-    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
+    singles += ("tops", "within", "dg", "dbeta", "share", "B")
+    known = {"cu_seqlens": "*i64", "forgets": "*i32", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
     known |= {x: "*fp32" for x in singles} | {"tiles": f"*{tiles or dtype}"}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}

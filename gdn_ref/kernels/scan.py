@@ -114,7 +114,7 @@ def carry(
 
 @triton.jit
 def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
-    """S R + B: the state after a segment, from its affine map (10.1). R is the sum of two halves, one below the other
+    """S R + B: the state across a segment, from its affine map (10.1). R is the sum of two halves, one below the other
     from a row of m_R on."""
     b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)  # in another order Triton 3.6 does not compile it
     high = S.to(b_R.dtype)
@@ -126,13 +126,14 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def state_before(
-    initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, corner,
+def state_to_start(
+    initial, initial_v, initial_k, m_R, B, forgets, first, step, count, h, HV, maps, V, corner,
     K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LV: tl.constexpr, HAS_INITIAL: tl.constexpr,
     SEGMENTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The state S^T [BV, BK] that a program starts from: the initial one, taken through the maps of the segments
-    before it. corner: the first row; B: of the sequence's first map, each LV rows long."""
+    """The state S^T [BV, BK] that a program starts from: the initial one, taken through the maps of `count` segments,
+    first, first + step and so on: those before its own; or those after it from the last one down, for the adjoint of
+    the final state. corner: the first row; B: of the sequence's first map, each LV rows long."""
     row_v, row_k = corner + tl.arange(0, BV), tl.arange(0, BK)
     S = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
@@ -140,14 +141,27 @@ def state_before(
         p_initial = initial + row_v[:, None] * initial_v + row_k[None, :] * initial_k
         S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
     if SEGMENTED:
-        for s in tl.range(0, segment, num_stages=1):
-            z = s * HV + h
+        for r in tl.range(0, count, num_stages=1):
+            z = (first + r * step) * HV + h
             p_B = B + z.to(tl.int64) * (LV * BK) + row_v[:, None] * BK + row_k[None, :]
             if tl.load(forgets + z) != 0:
                 S = tl.load(p_B)  # (10.1) with R = 0
             else:
                 S = compose(S, m_R, z * (2 * BK), maps * 2 * BK, p_B, BK, TMA)
     return S
+
+
+@triton.jit
+def write_state(
+    x, S, corner, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """S^T [BV, BK] as rows `corner` and following of a matrix x [V, K], or as columns of [K, V] unless V_FIRST."""
+    row_v, row_k = corner + tl.arange(0, BV), tl.arange(0, BK)
+    if V_FIRST:
+        x += row_v[:, None] * K + row_k[None, :]
+    else:
+        x += row_v[:, None] + row_k[None, :] * V
+    tl.store(x, S.to(x.dtype.element_ty), mask=(row_v < V)[:, None] & (row_k < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -157,7 +171,7 @@ def starts_kernel(
     TMA: tl.constexpr,
 ):  # fmt: skip
     """The states that the programs of scan_kernel start from, for its twin in hopper_scan.py: starts [N, segments, HV,
-    V, BK]."""
+    V, K]."""
     NV: tl.constexpr = (V + BV - 1) // BV
     VP: tl.constexpr = NV * BV
     pid = tl.program_id(0)
@@ -169,13 +183,11 @@ def starts_kernel(
     m_R = rows_of(R + n * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
     if HAS_INITIAL:
         initial += n * initial_n + h.to(tl.int64) * initial_h
-    S = state_before(
-        initial, initial_v, initial_k, m_R, B + n * maps * (VP * BK), forgets + n * maps, segment, h, HV, maps, V,
+    S = state_to_start(
+        initial, initial_v, initial_k, m_R, B + n * maps * (VP * BK), forgets + n * maps, 0, 1, segment, h, HV, maps, V,
         iv * BV, K, BK, BV, VP, HAS_INITIAL, True, TMA,
     )  # fmt: skip
-    row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
-    p_start = starts + ((n * segments + segment) * HV + h) * (VP * BK)
-    tl.store(p_start + row_v[:, None] * BK + row_k[None, :], S)
+    write_state(starts + ((n * segments + segment) * HV + h) * (V * K), S, iv * BV, K, V, BK, BV, True)
 
 
 @triton.jit
@@ -241,8 +253,8 @@ def scan_kernel(
         B += n.to(tl.int64) * maps * (VP * BK)
         forgets += n.to(tl.int64) * maps
 
-    S = state_before(
-        initial, initial_v, initial_k, m_R, B, forgets, segment, h, HV, maps, V, iv * BV,
+    S = state_to_start(
+        initial, initial_v, initial_k, m_R, B, forgets, 0, 1, segment, h, HV, maps, V, iv * BV,
         K, BK, BV, VP, HAS_INITIAL, SEGMENTED, TMA,
     )  # fmt: skip
     S = carry(
@@ -255,31 +267,48 @@ def scan_kernel(
 
     if HAS_FINAL:
         if segment == segments - 1:
-            row_v, row_k = iv * BV + tl.arange(0, BV), tl.arange(0, BK)
-            inside = (row_v < V)[:, None] & (row_k < K)[None, :]
-            p_final = final + (n.to(tl.int64) * HV + h) * (K * V)
-            if V_FIRST:
-                p_final += row_v[:, None] * K + row_k[None, :]
-            else:
-                p_final += row_v[:, None] + row_k[None, :] * V
-            tl.store(p_final, S, mask=inside)
+            write_state(final + (n.to(tl.int64) * HV + h) * (K * V), S, iv * BV, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit
-def remembered(p_bound, first, last, C: tl.constexpr):
-    """(the chunk from which on a segment must be run, whether its end knows nothing of what was before it).
+def remembered(p_bound, apart, chunks):
+    """(how many chunks at one end of a segment must be run for its map, whether what crosses that end knows nothing of
+    what is beyond the other one).
 
-    p_bound: of chunk 0, the log2 bound of what a chunk's map lets through. The product of the last few maps may be 0
-    already; then what lies before them has no say in the state at the segment's end, and nothing is lost by starting
-    there from any state at all.
+    p_bound: of the chunk at that end, the log2 bound of what a chunk's map lets through; apart: from there to the next
+    one's. The product of the last few maps may be 0 already; then what lies before them has no say in the state at the
+    segment's end, and nothing is lost by starting there from any state at all. In reverse, for the adjoint, it is the
+    first few.
     """
-    chunk, through = last, 0.0
-    while (chunk > first) & (through > FORGOTTEN):
-        chunk -= CHUNKS_A_LOOK
-        looked_at = chunk + tl.arange(0, CHUNKS_A_LOOK)
-        bounds = tl.load(p_bound + looked_at.to(tl.int64) * (FACTORS * C), mask=looked_at >= first, other=0.0)
-        through += tl.sum(bounds, 0)
-    return tl.maximum(chunk, first), through <= FORGOTTEN
+    left, through = chunks, 0.0
+    while (left > 0) & (through > FORGOTTEN):
+        looked_at = chunks - left + tl.arange(0, CHUNKS_A_LOOK)
+        through += tl.sum(tl.load(p_bound + looked_at.to(tl.int64) * apart, mask=looked_at < chunks, other=0.0), 0)
+        left -= CHUNKS_A_LOOK
+    return chunks - tl.maximum(left, 0), through <= FORGOTTEN
+
+
+@triton.jit
+def empty_or_unit(block, NV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """What a block of a segment's map is run from [BV, BK]: 0, which gives one of the NV blocks of B, or rows of I,
+    which give rows of R."""
+    row, column = (block - NV) * BV + tl.arange(0, BV), tl.arange(0, BK)
+    return tl.where((row[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
+
+
+@triton.jit
+def write_map(R, B, z, S, block, NV: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr):
+    """What empty_or_unit has become, as a block of map z: of R in two halves."""
+    row, column = tl.arange(0, BV), tl.arange(0, BK)
+    if block < NV:
+        tl.store(B + z * (NV * BV * BK) + (block * BV + row)[:, None] * BK + column[None, :], S)
+    else:
+        row_R = (block - NV) * BV + row
+        p_R = R + z * (2 * BK * BK) + row_R[:, None] * BK + column[None, :]
+        high = S.to(R.dtype.element_ty)
+        inside = (row_R < BK)[:, None]
+        tl.store(p_R, high, mask=inside)
+        tl.store(p_R + BK * BK, (S - high.to(tl.float32)).to(R.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "slots", "segments", "length"])
@@ -309,8 +338,8 @@ def segment_kernel(
     base = h.to(tl.int64) * slots + n * tl.cdiv(T, C)
     z = ((n * segments + segment) * HV + h).to(tl.int64)
     last = (segment + 1) * length
-    p_bound = factors + base * (FACTORS * C) + END * C + 1
-    first, forgotten = remembered(p_bound, segment * length, last, C)
+    p_last = factors + (base + last - 1) * (FACTORS * C)
+    chunks, forgotten = remembered(p_last + END * C + 1, -FACTORS * C, length)
     if block == NV:
         tl.store(forgets + z, forgotten.to(tl.int32))
     if forgotten & (block >= NV):
@@ -320,12 +349,10 @@ def segment_kernel(
     m_v = rows_of(v + start * v_stride + h * V + iv * BV, v_stride, T, width, C, BV, TMA)
     NT = tl.cdiv(T, C)
     m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
-    row, column = tl.arange(0, BV), tl.arange(0, BK)
-    row_R = (block - NV) * BV + row
-    S = tl.where((row_R[:, None] == column[None, :]) & (block >= NV), 1.0, 0.0)
+    S = empty_or_unit(block, NV, BV, BK)
 
     i = tl.arange(0, C)
-    for chunk in tl.range(first, last, num_stages=STAGES):
+    for chunk in tl.range(last - chunks, last, num_stages=STAGES):
         row_C = chunk * C
         b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
         b_A = read_tile(m_A, row_C, C, NT * C, C, C, C, TMA)
@@ -336,11 +363,4 @@ def segment_kernel(
         b_v = tl.where(of_B, b_v, 0.0)
         S, _, _ = step(S, b_k, b_v, b_A, read, write, end)
 
-    if of_B:
-        tl.store(B + z * (NV * BV * BK) + (iv * BV + row)[:, None] * BK + column[None, :], S)
-    else:
-        p_R = R + z * (2 * BK * BK) + row_R[:, None] * BK + column[None, :]
-        high = S.to(R.dtype.element_ty)
-        inside = (row_R < BK)[:, None]
-        tl.store(p_R, high, mask=inside)
-        tl.store(p_R + BK * BK, (S - high.to(tl.float32)).to(R.dtype.element_ty), mask=inside)
+    write_map(R, B, z, S, block, NV, BV, BK)
