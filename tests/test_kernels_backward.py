@@ -417,7 +417,7 @@ def cut_into_segments():
 def test_segments_in_every_configuration(config, itemsize, full_of_nan):
     """Maps in several blocks of rows, the last of them partly filled, and last segments that are shorter."""
     dtype = HALF if itemsize == 2 else torch.float32
-    x = h.make(4 * config.C + 3, 1, 1, 64, 88, keys="correlated", decays="slow", dtype=dtype)
+    x = h.make(4 * config.C + 3, 1, 1, 64, 80, keys="correlated", decays="slow", dtype=dtype)
     with fits(config):
         check(x, config=for_this_card(config), segments=2)
 
