@@ -173,8 +173,8 @@ def prepare_kernel(
         size = b_beta  # beta |k|^2, or no less: |k| <= 1 where it is normalised
         if not NORM:
             size *= tl.sum(tl.where(i[:, None] == i[None, :], b_KK, 0.0), 1)
-        # Of H_t, whose eigenvalues are 1 and 1 - size. One number, but no scalar: for Blackwell Triton 3.6 does not compile
-        # a sum from one dimension to none of what comes of a product.
+        # Of H_t, whose eigenvalues are 1 and 1 - size. One number, no scalar: a sum from one dimension to none of what
+        # comes of a product Triton 3.6 does not compile for Blackwell.
         growth = tl.sum(tl.log2(tl.maximum(size - 1, 1.0))[:, None], 0)  # (2.2)
         tl.store(factors + base * (FACTORS * C) + END * C + tl.arange(1, 2), whole_C + rest_C + growth)
     b_N = b_KK * Gamma  # (5.2)
