@@ -624,12 +624,7 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     if dtype != "fp32":
         targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
     if config.gluon and hopper_scan is not None:
-        starts = {**scan, "BV": 64}
-        targets.append(_target(f"starts/{where}/BV64", starts_kernel, dtype, starts, num_warps=4, hot=True))
-        for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
-            twin = {**scan, "KEEP": keep, "STAGES": stages}
-            kernel, how = hopper_scan.hopper_scan_kernel, {"num_warps": config.warps, "hot": True}
-            targets.append(_target(f"hopper_scan/{name}" + "/keep" * keep, kernel, dtype, twin, **how))
+        targets += _gluon_targets(config, dtype, K)
     if not all_kernels:
         return targets
     prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
@@ -648,6 +643,25 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
         dense = {**scan, "PACKED": False, "SEGMENTED": True}
         targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
         targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
+    return targets
+
+
+def _gluon_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
+    """The scan of hopper_scan.py, what comes before it where it is cut into segments, and what may come after it."""
+    where, (_, scan, options) = f"{dtype}/K{K}/C{config.C}", _scan_target(config, dtype, K)
+    cut, name = {**scan, "PACKED": False, "SEGMENTED": True, "PASS": 2}, f"{where}/BV{config.BV}"
+    starts = {**cut, "BV": min(64, config.BV)}
+    targets = [
+        _target(f"segment/{name}", segment_kernel, dtype, cut, **options),
+        # what goes round once a segment, and not once a chunk, is not hot
+        _target(f"starts/{where}/BV{starts['BV']}", starts_kernel, dtype, starts, num_warps=4, hot=False),
+    ]
+    for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
+        kernel, end = hopper_scan.hopper_scan_kernel, "/keep" * keep
+        twin = {**scan, "KEEP": keep, "STAGES": stages}
+        targets.append(_target(f"hopper_scan/{name}{end}", kernel, dtype, twin, num_warps=config.warps))
+        again = {"num_warps": config.warps, "num_stages": config.stages, "hot": False}
+        targets.append(_target(f"scan/{name}/segmented{end}/again", scan_kernel, dtype, {**cut, "KEEP": keep}, **again))
     return targets
 
 
