@@ -199,7 +199,7 @@ class Run:
         """Keep one figure and print it."""
         row = {"op": op, "shape": shape, "impl": impl, "ms": ms, **more}
         self.document["rows"].append({k: _short(v) for k, v in row.items()})
-        words = "  ".join(f"{k} {_short(v):g}" for k, v in more.items() if k != "rounds")
+        words = "  ".join(f"{k} {_short(v):g}" for k, v in more.items() if k not in ("rounds", "each"))
         print(f"{op:12s}{shape:20s}{impl:14s}{ms:10.4f} ms  {words}", flush=True)
 
     def failed(self, op: str, shape: str, impl: str, error: object) -> None:
@@ -239,7 +239,7 @@ def time_case(run: Run, op: str, text: str, names: list[str]) -> None:
     for name, rounds in times.items():
         alone = op == "decode" or (op == "fwd" and name == "gdn_ref")
         device = device_time(run, op, text, name, calls[name]) if alone else {}
-        spread = {"ms_min": min(rounds), "ms_max": max(rounds), "rounds": len(rounds)}
+        spread = {"ms_min": min(rounds), "ms_max": max(rounds), "rounds": len(rounds), "each": rounds}
         run.row(op, text, name, statistics.median(rounds), **spread, **device, **notes[name], **checked,
                 bytes=cost[0], flops=cost[1], limit_ms=limit_ms(cost, run.document["limits"]))  # fmt: skip
 
@@ -341,7 +341,9 @@ def _version(package: str) -> str | None:
 
 
 def _short(value):
-    """Five significant digits of a float; anything else as it is."""
+    """Five significant digits of a float, and of those in a list; anything else as it is."""
+    if isinstance(value, list):
+        return [_short(x) for x in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
