@@ -10,7 +10,7 @@ from test_kernels_backward import backward, check, upstream
 from test_kernels_forward import DEVICE, GPU, among_nan, forward
 from test_kernels_forward import check as check_forward
 
-from gdn_ref.kernels import launch, launch_backward
+from gdn_ref.kernels import launch, launch_backward, tiles
 
 SCAN = launch.configs_for("sm_90", 2, 128)[1]  # the wide one
 IN_GLUON = launch_backward.configs_for("sm_90", 2, 128)
@@ -134,7 +134,7 @@ def launches_of(x, config=None, segments=None, keep=None):
 def test_what_the_scan_does_not_fit_runs_its_twin(x, config, monkeypatch):
     there = launch.hopper_scan or type("Module", (), {"hopper_scan_kernel": None})
     monkeypatch.setattr(launch, "hopper_scan", there)
-    monkeypatch.setattr(launch, "WIDENED", {})
+    monkeypatch.delitem(tiles.WIDENED, torch.bfloat16, raising=False)
     assert "hopper_scan" in launches_of(make(20), SCAN)
     assert not {"hopper_scan", "hopper_scan_segments"} & launches_of(x, config)
 

@@ -8,19 +8,17 @@ be captured in a CUDA graph once it has run.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import interpreter
 
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, no_scratch, recalled_or_made
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
-from .tiles import WIDENED
 
 # What Gluon is written in is there from Triton 3.6 on, and is not interpreted.
 HAS_GLUON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not triton.knobs.runtime.interpret
@@ -28,8 +26,6 @@ hopper_scan = None
 if HAS_GLUON:
     from . import hopper_scan
 
-# Plans are small, but a server sees a new number of tokens in every call.
-MOST_PLANS = 4096
 # Chunks whose tiles are here where those of hopper_scan.py keep what they pass through: its way out takes room too.
 STAGES_OF_KEEPERS = 2
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
@@ -167,85 +163,7 @@ def cut(chunks: int, segments: int) -> tuple[int, int]:
     return length, -(-chunks // length)
 
 
-# ---------------------------------------------------------------------------------------------------- launching
-
-
-def _let_data_bound_loops() -> None:
-    """Teach the interpreter that a loop may end where data says. Since NumPy 2.4 an array of one number is no longer an
-    int by itself, and that is what Triton's interpreter makes of every scalar."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, *scope):
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor"):
-    _let_data_bound_loops()
-
-
-class Launch:
-    """One kernel with all but its tensors fixed; called with them through Triton once, from then on directly, with
-    addresses, on a stream that is asked for once a call: then nobody looks at the tensors again."""
-
-    def __init__(self, kernel, programs: int, constants: tuple, **options):
-        self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
-        self.run = None
-
-    def __call__(self, *tensors: Tensor | int | None, stream: int | None = None) -> None:
-        """Tensors the first time, and where kernels are interpreted; addresses from then on."""
-        if self.run is None:
-            compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
-            if hasattr(compiled, "asm"):  # not where kernels are interpreted
-                self.run = compiled[self.grid]
-        else:
-            self.run(*tensors, *self.constants, stream=stream)
-
-
-class Scratch:
-    """Where Triton keeps the descriptors of the copy engine while kernels run: a place in the memory of the call."""
-
-    def __init__(self, address: int, size: int):
-        self.address, self.size = address, size
-
-    def __call__(self, size: int, alignment: int, stream):
-        return self if size <= self.size else _scratch(size, alignment, stream)
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _scratch(size: int, alignment: int, stream) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-class Work:
-    """What a call needs on the way, in one allocation: parts by name, each from a multiple of 128 bytes on."""
-
-    def __init__(self, parts: dict):
-        """parts: {name: (shape, dtype)}."""
-        self.parts, self.size = {}, 0  # {name: (bytes, shape, dtype)}
-        for name, (shape, dtype) in parts.items():
-            size = math.prod(shape) * dtype.itemsize
-            self.parts[name] = slice(self.size, self.size + size), shape, dtype
-            self.size += -(-size // 128) * 128
-
-    def allocate(self, device: torch.device) -> Tensor:
-        return torch.empty(self.size, dtype=torch.uint8, device=device)
-
-    def tensors(self, memory: Tensor) -> dict[str, Tensor]:
-        return {name: memory[there].view(dtype).view(shape) for name, (there, shape, dtype) in self.parts.items()}
-
-    def addresses(self, memory: Tensor) -> dict[str, int]:
-        first = memory.data_ptr()
-        return {name: first + there.start for name, (there, _, _) in self.parts.items()}
-
-    def scratch(self, memory: Tensor) -> Scratch:
-        """The part of that name, for set_allocator."""
-        there = self.parts["scratch"][0]
-        return Scratch(memory.data_ptr() + there.start, there.stop - there.start)
+# ---------------------------------------------------------------------------------------------------- plans
 
 
 # What each launch takes before its numbers, in order.
@@ -306,13 +224,13 @@ class Plan:
             known = {n: x if x is None else x.data_ptr() for n, x in known.items()}
         known |= parts
         if self.tma:
-            triton.set_allocator(self.work.scratch(work) if ready else _scratch)
+            triton.set_allocator(self.work.scratch(work) if ready else no_scratch)
         try:
             for name, one in self.launches.items():
                 one(*map(known.get, ARGUMENTS[name]), stream=stream)
         finally:
             if self.tma:
-                triton.set_allocator(_scratch)  # for whoever launches next
+                triton.set_allocator(no_scratch)  # for whoever launches next
         o = made["o"]
         return (o if o.dtype == self.out else o.to(self.out)), made.get("final"), kept
 
@@ -320,45 +238,9 @@ class Plan:
 _plans: dict[tuple, Plan] = {}
 
 
-def kind_of_call(tensors: tuple, options: tuple) -> tuple:
-    """What a plan depends on: sizes, strides, dtypes and options; alignment too, since Triton compiles for it."""
-    kinds = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15) for x in tensors
-    ]
-    return tuple(kinds), options
-
-
 def recall(kind: tuple) -> Plan | None:
     """The plan of an earlier call of the same kind, whose arguments have been checked then."""
     return _plans.get(kind)
-
-
-def by_token(x: Tensor) -> Tensor:
-    """x [B, T, ...] such that tokens, of all rows of the batch, lie at even distances and each one's numbers lie
-    together: itself wherever that is so (a view of one fused projection too), else a copy."""
-    inner = x.stride()[2:]
-    wanted = (x.shape[3], 1) if x.dim() == 4 else (1,)
-    together = all(n == 1 or s == w for n, s, w in zip(x.shape[2:], inner, wanted, strict=True))
-    return x if together and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
-
-
-def arrange(q: Tensor, k: Tensor, v: Tensor, g, beta, cu_seqlens) -> tuple:
-    """The inputs as the kernels take them: q, k, v of one dtype, tokens at even distances, boundaries on the device."""
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    dtype = WIDENED.get(dtype, dtype)
-    q, k, v = (by_token(x.to(dtype)) for x in (q, k, v))
-    g, beta = (x if x is None else by_token(x) for x in (g, beta))
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True).contiguous()
-    return q, k, v, g, beta, cu_seqlens
-
-
-def can_copy(*tensors: Tensor) -> bool:
-    """Whether the copy engine takes these token rows: it wants 16-byte multiples everywhere."""
-    return all(
-        x.data_ptr() % 16 == 0 and x.stride(1) * x.element_size() % 16 == 0 and x.shape[3] * x.element_size() % 16 == 0
-        for x in tensors
-    )
 
 
 def chunk_forward(
@@ -413,16 +295,6 @@ def plan_of(tensors: tuple, options: tuple, keep: Callable | None = None, config
     how = tuple(x for x in (keep, config, segments) if x is not None)
     kind = kind_of_call(tensors, (*options, *how))
     return recalled_or_made(_plans, kind, lambda: make_plan(*tensors, *options, keep, config, segments))
-
-
-def recalled_or_made(plans: dict, kind: tuple, make: Callable):
-    """The plan of that kind; plans forgets all when there are too many."""
-    plan = plans.get(kind)
-    if plan is None:
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        plan = plans[kind] = make()
-    return plan
 
 
 def _nothing(q, v, initial_state, N, output_final_state, state_v_first):

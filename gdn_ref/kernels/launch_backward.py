@@ -28,11 +28,12 @@ from .backward import (
     pairs_kernel,
     states_kernel,
 )
-from .launch import Device, Launch, Work, arrange, can_copy, device_of, kind_of_call, power_of_two, state_strides
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, no_scratch, recalled_or_made
+from .launch import HAS_GLUON, Device, device_of, power_of_two, state_strides
 from .targets import CompileTarget
 
-hopper = None  # what it is written in is there from Triton 3.6 on, and is not interpreted
-if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not triton.knobs.runtime.interpret:
+hopper = None
+if HAS_GLUON:
     from . import hopper
 
 
@@ -144,14 +145,14 @@ class Plan:
             stream = torch.cuda.current_stream(self.device).cuda_stream
             given = {n: x if x is None else x.data_ptr() for n, x in given.items()}
         if self.tma:
-            triton.set_allocator(self.work.scratch(memory) if ready else launch._scratch)
+            triton.set_allocator(self.work.scratch(memory) if ready else no_scratch)
         known = given | {n: x.data_ptr() if ready else x for n, x in made.items()} | parts
         try:
             for name, one in self.launches.items():
                 one(*map(known.get, ARGUMENTS[name]), stream=stream)
         finally:
             if self.tma:
-                triton.set_allocator(launch._scratch)  # for whoever launches next
+                triton.set_allocator(no_scratch)  # for whoever launches next
         dA_log = made["share"].sum((0, 1)) if "share" in made else None
         ddt_bias = None if given["dt_bias"] is None else made["dg"].sum((0, 1))
         dq, dk, dv, dg, dbeta, dinitial = map(made.get, ("dq", "dk", "dv", "dg", "dbeta", "dinitial"))
@@ -279,7 +280,7 @@ def chunk_backward(
     options = (scale, use_qk_l2norm, beta_is_raw, allow_neg_eigval, state_v_first, saved and saved.cut())
     options += (config, segments)
     kind = kind_of_call((*given, do, dht), options)
-    plan = launch.recalled_or_made(_plans, kind, lambda: make_plan(*given, do, dht, *options))
+    plan = recalled_or_made(_plans, kind, lambda: make_plan(*given, do, dht, *options))
     return plan.run(*given, do, dht, saved)
 
 
