@@ -98,6 +98,28 @@ class Work:
         return Scratch(memory.data_ptr() + there.start, there.stop - there.start)
 
 
+def launch_all(
+    launches: dict[str, Launch], arguments: dict, known: dict, parts: list[tuple[Work, Tensor]], device, tma: bool
+) -> None:
+    """Launch one after the other, each with its arguments by name: those known, and the parts of memory. With tma the
+    first memory has a part for descriptors."""
+    ready, stream = [*launches.values()][-1].run is not None, None  # the last: whoever was interrupted begins anew
+    if ready:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        known = {name: x if x is None else x.data_ptr() for name, x in known.items()}
+    for work, memory in parts:
+        known = known | (work.addresses(memory) if ready else work.tensors(memory))
+    if tma:
+        work, memory = parts[0]
+        triton.set_allocator(work.scratch(memory) if ready else no_scratch)
+    try:
+        for name, one in launches.items():
+            one(*map(known.get, arguments[name]), stream=stream)
+    finally:
+        if tma:
+            triton.set_allocator(no_scratch)  # for whoever launches next
+
+
 # ---------------------------------------------------------------------------------------------------- plans
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, no_scratch, recalled_or_made
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, recalled_or_made
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
@@ -28,6 +28,8 @@ if HAS_GLUON:
 
 # Chunks whose tiles are here where those of hopper_scan.py keep what they pass through: its way out takes room too.
 STAGES_OF_KEEPERS = 2
+# Rows of V of a program that composes maps for them: one warpgroup's product.
+ROWS_A_START = 64
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
 HEADS_A_PROGRAM = 16
 # Nine descriptors of 128 bytes, which a scan in segments that keeps what it passes through has.
@@ -188,7 +190,7 @@ class Plan:
     """Everything about a call that its data does not change; run() allocates and launches."""
 
     def __init__(self, launches, work: Work, kept: Work | None, results: dict, device, tma: bool, to_arrange, out):
-        self.launches, self.last = launches, [*launches.values()][-1]
+        self.launches = launches
         self.work, self.kept = work, kept  # kept is not part of work, but the caller's, if there is any
         self.results = results  # shape and dtype by name of what the caller gets: "o" and perhaps "final"
         self.device, self.tma, self.to_arrange = device, tma, to_arrange
@@ -214,23 +216,8 @@ class Plan:
     def _launch(self, given: dict):
         work, kept = self.work.allocate(self.device), self.kept and self.kept.allocate(self.device)
         made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
-        ready, stream = self.last.run is not None, None  # the last: whoever was interrupted begins anew
-        parts = self.work.addresses(work) if ready else self.work.tensors(work)
-        if self.kept:
-            parts |= self.kept.addresses(kept) if ready else self.kept.tensors(kept)
-        known = given | made
-        if ready:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            known = {n: x if x is None else x.data_ptr() for n, x in known.items()}
-        known |= parts
-        if self.tma:
-            triton.set_allocator(self.work.scratch(work) if ready else no_scratch)
-        try:
-            for name, one in self.launches.items():
-                one(*map(known.get, ARGUMENTS[name]), stream=stream)
-        finally:
-            if self.tma:
-                triton.set_allocator(no_scratch)  # for whoever launches next
+        parts = [(self.work, work)] + ([(self.kept, kept)] if self.kept else [])
+        launch_all(self.launches, ARGUMENTS, given | made, parts, self.device, self.tma)
         o = made["o"]
         return (o if o.dtype == self.out else o.to(self.out)), made.get("final"), kept
 
@@ -416,9 +403,8 @@ def _scans(
         name, starts = "hopper_scan", initial
         if segments > 1:
             name, starts = "hopper_scan_segments", (HV * V * K, V * K, K, 1)
-            rows = min(64, BV)  # one warpgroup's product
-            numbers = (segments, *initial, HV, K, V, BK, rows, has_initial, tma)
-            found["starts"] = Launch(starts_kernel, N * HV * segments * (V // rows), numbers, num_warps=rows // 16)
+            numbers = (segments, *initial, HV, K, V, BK, ROWS_A_START, has_initial, tma)
+            found["starts"] = Launch(starts_kernel, N * HV * segments * (V // ROWS_A_START), numbers, num_warps=4)
         numbers = (*sizes, *(x // 8 for x in strides), *starts, H, HV, K, V, C, BV)
         numbers += (packed, has_initial or segments > 1, has_final, v_first, kept)
         numbers += (STAGES_OF_KEEPERS if kept else config.stages,)
@@ -522,11 +508,10 @@ def _gluon_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
     """The scan of hopper_scan.py, what comes before it where it is cut into segments, and what may come after it."""
     where, (_, scan, options) = f"{dtype}/K{K}/C{config.C}", _scan_target(config, dtype, K)
     cut, name = {**scan, "PACKED": False, "SEGMENTED": True, "PASS": 2}, f"{where}/BV{config.BV}"
-    starts = {**cut, "BV": min(64, config.BV)}
     targets = [
         _target(f"segment/{name}", segment_kernel, dtype, cut, **options),
         # what goes round once a segment, and not once a chunk, is not hot
-        _target(f"starts/{where}/BV{starts['BV']}", starts_kernel, dtype, starts, num_warps=4, hot=False),
+        _target(f"starts/{where}", starts_kernel, dtype, {**cut, "BV": ROWS_A_START}, num_warps=4, hot=False),
     ]
     for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
         kernel, end = hopper_scan.hopper_scan_kernel, "/keep" * keep

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from . import launch
@@ -28,7 +27,7 @@ from .backward import (
     pairs_kernel,
     states_kernel,
 )
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, no_scratch, recalled_or_made
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, recalled_or_made
 from .launch import HAS_GLUON, Device, device_of, power_of_two, state_strides
 from .targets import CompileTarget
 
@@ -137,22 +136,8 @@ class Plan:
     def _launch(self, given: dict, saved: Kept | None):
         memory = self.work.allocate(self.device)
         made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
-        ready, stream = self.launches["finish"].run is not None, None  # the last: whoever was interrupted begins anew
-        parts = self.work.addresses(memory) if ready else self.work.tensors(memory)
-        if "states" not in self.launches:
-            parts |= saved.work.addresses(saved.memory) if ready else saved.work.tensors(saved.memory)
-        if ready:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            given = {n: x if x is None else x.data_ptr() for n, x in given.items()}
-        if self.tma:
-            triton.set_allocator(self.work.scratch(memory) if ready else no_scratch)
-        known = given | {n: x.data_ptr() if ready else x for n, x in made.items()} | parts
-        try:
-            for name, one in self.launches.items():
-                one(*map(known.get, ARGUMENTS[name]), stream=stream)
-        finally:
-            if self.tma:
-                triton.set_allocator(no_scratch)  # for whoever launches next
+        parts = [(self.work, memory)] + ([] if "states" in self.launches else [(saved.work, saved.memory)])
+        launch_all(self.launches, ARGUMENTS, given | made, parts, self.device, self.tma)
         dA_log = made["share"].sum((0, 1)) if "share" in made else None
         ddt_bias = None if given["dt_bias"] is None else made["dg"].sum((0, 1))
         dq, dk, dv, dg, dbeta, dinitial = map(made.get, ("dq", "dk", "dv", "dg", "dbeta", "dinitial"))
@@ -201,8 +186,8 @@ ARGUMENTS = {
 
 def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int] | None:
     """How chunk_backward would have what a forward call keeps: tokens a chunk, and rows of a state filled up. The
-    inputs are those of the kernels. None for wide keys: the scan that keeps their states spills (Triton
-    3.6 for Hopper)."""
+    inputs are those of the kernels. None for wide keys: the scan that keeps their states spills (Hopper, Triton 3.6).
+    """
     config, _, VP = _cut(q, k, v, v, cu_seqlens)
     return (config.C, VP) if q.shape[3] <= WIDEST_KEPT else None
 
