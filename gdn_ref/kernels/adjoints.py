@@ -12,7 +12,7 @@ import triton.language as tl
 from .backward import sized
 from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE
 from .scan import empty_or_unit, read_tile, remembered, rows_of, state_to_start, write_map, write_state, write_tile
-from .tiles import program, sequence
+from .tiles import sequence
 
 
 @triton.jit
@@ -79,7 +79,11 @@ def adjoints_kernel(
     dinitial [N, HV, V, K], or [N, HV, K, V] unless V_FIRST.
     """
     NV: tl.constexpr = VP // BV
-    iv, segment, h, n = program(NV, segments, HV)
+    pid = tl.program_id(0)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = pid // NV // segments // HV
     start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
     NT = tl.cdiv(L, C)
     base = h.to(tl.int64) * slots + slot
@@ -92,14 +96,20 @@ def adjoints_kernel(
     m_P = rows_of(tiles + ((h + HV).to(tl.int64) * slots + slot) * (C * C), C, NT * C, C, C, C, TMA)
     m_dS = rows_of(dS + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
 
-    first, last = 0, NT
+    first, last, maps = 0, NT, segments * HV
+    m_R = R
+    if HAS_DFINAL:
+        dfinal += n.to(tl.int64) * final_n + h.to(tl.int64) * final_h
     if SEGMENTED:
         first = segment * length
         last = tl.minimum(first + length, NT)
+        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+        B += n.to(tl.int64) * maps * (VP * BK)
+        forgets += n.to(tl.int64) * maps
 
     b_dS = state_to_start(
-        dfinal, final_n, final_h, final_v, final_k, R, B, forgets, segments - 1, -1, segments - 1 - segment, segments,
-        n, h, iv * BV, HV, K, V, BK, BV, VP, HAS_DFINAL, SEGMENTED, TMA,
+        dfinal, final_v, final_k, m_R, B, forgets, segments - 1, -1, segments - 1 - segment, h, HV, maps, V, iv * BV,
+        K, BK, BV, VP, HAS_DFINAL, SEGMENTED, TMA,
     )  # fmt: skip
     b_dS = carry_back(
         b_dS, m_q, m_k, m_do, m_dv, m_A, m_P, m_dS, factors, base, first, last, L, width, NT, q_stride, k_stride, True,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper import SHARED, barrier, begin_copy
 from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE
 from .scan import lost
-from .tiles import program, sequence
+from .tiles import sequence
 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -90,7 +90,10 @@ def hopper_scan_kernel(
     dtype: gl.constexpr = k.dtype.element_ty
     NV: gl.constexpr = V // BV
     pid = gl.program_id(0)
-    iv, segment, h, n = program(NV, segments, HV)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = pid // NV // segments // HV
     start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
     first = segment * length
     last = gl.minimum(first + length, gl.cdiv(L, C))

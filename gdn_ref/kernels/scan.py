@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE, unscaled
-from .tiles import load_rows, program, sequence, store_rows
+from .tiles import load_rows, sequence, store_rows
 
 # A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
 FORGOTTEN = tl.constexpr(-160.0)
@@ -127,29 +127,23 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def state_to_start(
-    initial, initial_n, initial_h, initial_v, initial_k, R, B, forgets, first, step, count, segments, n, h, corner,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VP: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr, TMA: tl.constexpr,
+    initial, initial_v, initial_k, m_R, B, forgets, first, step, count, h, HV, maps, V, corner,
+    K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LV: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SEGMENTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The state S^T [BV, BK] that a program starts from, its rows from `corner` on: the initial one, taken through the
-    maps of `count` segments, first, first + step and so on: those before its own; or those after it from the last one
-    down, for the adjoint of the final state."""
-    if SEGMENTED:
-        maps = segments * HV  # of a sequence
-        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
-        B += n.to(tl.int64) * maps * (VP * BK)
-        forgets += n.to(tl.int64) * maps
+    """The state S^T [BV, BK] that a program starts from: the initial one, taken through the maps of `count` segments,
+    first, first + step and so on: those before its own; or those after it from the last one down, for the adjoint of
+    the final state. corner: the first row; B: of the sequence's first map, each LV rows long."""
     row_v, row_k = corner + tl.arange(0, BV), tl.arange(0, BK)
     S = tl.zeros([BV, BK], tl.float32)
     if HAS_INITIAL:
         inside = (row_v < V)[:, None] & (row_k < K)[None, :]
-        initial += n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
         p_initial = initial + row_v[:, None] * initial_v + row_k[None, :] * initial_k
         S = tl.load(p_initial, mask=inside, other=0.0).to(tl.float32)
     if SEGMENTED:
         for r in tl.range(0, count, num_stages=1):
             z = (first + r * step) * HV + h
-            p_B = B + z.to(tl.int64) * (VP * BK) + row_v[:, None] * BK + row_k[None, :]
+            p_B = B + z.to(tl.int64) * (LV * BK) + row_v[:, None] * BK + row_k[None, :]
             if tl.load(forgets + z) != 0:
                 S = tl.load(p_B)  # (10.1) with R = 0
             else:
@@ -179,13 +173,21 @@ def starts_kernel(
     """The states that the programs of scan_kernel start from, for its twin in hopper_scan.py: starts [N, segments, HV,
     V, K]."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    iv, segment, h, n = program(NV, segments, HV)
+    VP: tl.constexpr = NV * BV
+    pid = tl.program_id(0)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = (pid // NV // segments // HV).to(tl.int64)
+    maps = segments * HV
+    m_R = rows_of(R + n * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+    if HAS_INITIAL:
+        initial += n * initial_n + h.to(tl.int64) * initial_h
     S = state_to_start(
-        initial, initial_n, initial_h, initial_v, initial_k, R, B, forgets, 0, 1, segment, segments, n, h, iv * BV,
-        HV, K, V, BK, BV, NV * BV, HAS_INITIAL, True, TMA,
+        initial, initial_v, initial_k, m_R, B + n * maps * (VP * BK), forgets + n * maps, 0, 1, segment, h, HV, maps, V,
+        iv * BV, K, BK, BV, VP, HAS_INITIAL, True, TMA,
     )  # fmt: skip
-    start = (n.to(tl.int64) * segments + segment) * HV + h
-    write_state(starts + start * (V * K), S, iv * BV, K, V, BK, BV, True)
+    write_state(starts + ((n * segments + segment) * HV + h) * (V * K), S, iv * BV, K, V, BK, BV, True)
 
 
 @triton.jit
@@ -219,7 +221,10 @@ def scan_kernel(
     if PASS == 2:
         if tl.load(done + pid) != 0:
             return
-    iv, segment, h, n = program(NV, segments, HV)
+    iv = pid % NV
+    segment = (pid // NV) % segments
+    h = (pid // NV // segments) % HV
+    n = pid // NV // segments // HV
     start, L, slot = sequence(cu_seqlens, n, T, C, PACKED)
     NT = tl.cdiv(L, C)
     base = h.to(tl.int64) * slots + slot
@@ -237,14 +242,20 @@ def scan_kernel(
         m_S = rows_of(kept_S + (base * VP + iv * BV) * BK, BK, NT * VP, BK, BV, BK, TMA)
         m_E = rows_of(kept_E + base * C * VP + iv * BV, VP, NT * C, BV, C, BV, TMA)
 
-    first, last = 0, NT
+    first, last, maps = 0, NT, segments * HV
+    m_R = R
+    if HAS_INITIAL:
+        initial += n.to(tl.int64) * initial_n + h.to(tl.int64) * initial_h
     if SEGMENTED:
         first = segment * length
         last = tl.minimum(first + length, NT)
+        m_R = rows_of(R + n.to(tl.int64) * maps * (2 * BK * BK), BK, maps * 2 * BK, BK, BK, BK, TMA)
+        B += n.to(tl.int64) * maps * (VP * BK)
+        forgets += n.to(tl.int64) * maps
 
     S = state_to_start(
-        initial, initial_n, initial_h, initial_v, initial_k, R, B, forgets, 0, 1, segment, segments, n, h, iv * BV,
-        HV, K, V, BK, BV, VP, HAS_INITIAL, SEGMENTED, TMA,
+        initial, initial_v, initial_k, m_R, B, forgets, 0, 1, segment, h, HV, maps, V, iv * BV,
+        K, BK, BV, VP, HAS_INITIAL, SEGMENTED, TMA,
     )  # fmt: skip
     S = carry(
         S, m_q, m_k, m_v, m_o, m_A, m_P, m_S, m_E, factors, base, first, last, L, width, NT, q_stride, k_stride,

@@ -50,13 +50,6 @@ def locate(cu_seqlens, slot, N, C: tl.constexpr):
 
 
 @triton.jit
-def program(NV: tl.constexpr, segments, HV: tl.constexpr):
-    """(block of V, segment, value head, sequence) of a program of a scan, in its order of programs."""
-    pid = tl.program_id(0)
-    return pid % NV, (pid // NV) % segments, (pid // NV // segments) % HV, pid // NV // segments // HV
-
-
-@triton.jit
 def sequence(cu_seqlens, n, T, C: tl.constexpr, PACKED: tl.constexpr):
     """(first token, number of tokens, first slot) of sequence n."""
     if PACKED:
