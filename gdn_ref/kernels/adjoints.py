@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward import sized
-from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE
+from .prep import END, FACTORS, load_factors
 from .scan import empty_or_unit, read_tile, remembered, rows_of, state_to_start, write_map, write_state, write_tile
 from .tiles import sequence
 
@@ -36,7 +36,6 @@ def carry_back(
 ):  # fmt: skip
     """The adjoint dS^T [BV, BK] of the state before chunk `last`, carried back to before chunk `first`; writes that of
     the state after every chunk, and dv. For a MAP nothing is written, and do is 0 unless of_do."""
-    i = tl.arange(0, C)
     for r in tl.range(0, last - first, num_stages=STAGES):
         # load; do goes into products by way of registers, the others straight away: none does both. A and P which the
         # forward has kept are float16 for bfloat16.
@@ -48,8 +47,7 @@ def carry_back(
         b_q = read_tile(m_q, row, q_stride, L, K, C, BK, TMA)
         b_do = read_tile(m_do, row, HV * V, L, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
-        query, score = tl.load(p_factors + QUERY * C + i), tl.load(p_factors + SCORE * C + i)
+        read, write, query, score = load_factors(p_factors, C)
         end = tl.load(p_factors + END * C)
         # compute and store
         if MAP:

@@ -26,7 +26,20 @@ import triton
 import triton.language as tl
 
 from .gates import log1p_exp, log_decay, write_strength
-from .prep import BETA, END, FACTORS, QUERY, READ, REST, WHOLE, WRITE, chunk_of_slot, inverse_lengths, unscaled
+from .prep import (
+    BETA,
+    END,
+    FACTORS,
+    QUERY,
+    READ,
+    REST,
+    WHOLE,
+    WRITE,
+    chunk_of_slot,
+    inverse_lengths,
+    load_factors,
+    unscaled,
+)
 from .scan import read_tile, rows_of, write_tile
 from .tiles import first_slot, load_rows, power, sequence, store_rows
 
@@ -92,7 +105,6 @@ def states_kernel(
         p_initial += row_v[:, None] * initial_v + row_k[None, :] * initial_k
         b_S = tl.load(p_initial, mask=(row_v < V)[:, None] & (row_k < K)[None, :], other=0.0).to(tl.float32)
 
-    i = tl.arange(0, C)
     for chunk in tl.range(0, NT, num_stages=STAGES):
         # load; k and A feed products alone, v none: no tile of a pipelined loop does both (see gradients_kernel)
         row = chunk * C
@@ -101,7 +113,7 @@ def states_kernel(
         b_A = read_tile(m_A, row, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        read, write, _, _ = load_factors(p_factors, C)
         end = tl.load(p_factors + END * C)
         # compute and store
         write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)

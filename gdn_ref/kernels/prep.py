@@ -24,6 +24,20 @@ FACTORS = tl.constexpr(8)
 
 
 @triton.jit
+def load_factors(p_factors, C: tl.constexpr):
+    """The first four rows of a chunk's factors, [C] each: READ, WRITE, QUERY, SCORE.
+
+    In one load: what has fewer numbers than a program has threads the compiler copies in the layout of the product that
+    it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk.
+    """
+    rows = tl.reshape(tl.load(p_factors + tl.arange(0, 4 * C)), [2, 2, C])
+    first, second = tl.split(tl.trans(rows, 2, 1, 0))
+    read, write = tl.split(first)
+    query, score = tl.split(second)
+    return read, write, query, score
+
+
+@triton.jit
 def inverse_lengths(x):
     """1 / |x| of every row of a tile [C, K], with the epsilon inside the root (2.5)."""
     x = x.to(tl.float32)

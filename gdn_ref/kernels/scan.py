@@ -19,7 +19,7 @@ out. A number that was too large makes the state NaN for good, so that none is m
 import triton
 import triton.language as tl
 
-from .prep import END, FACTORS, QUERY, READ, SCORE, WRITE, unscaled
+from .prep import END, FACTORS, load_factors, unscaled
 from .tiles import load_rows, sequence, store_rows
 
 # A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
@@ -84,7 +84,6 @@ def carry(
 ):  # fmt: skip
     """The state S^T [BV, BK] carried from chunk `first` to before chunk `last`; writes their outputs, and to KEEP, for
     the backward pass, the state before every chunk and its errors."""
-    i = tl.arange(0, C)
     for chunk in tl.range(first, last, num_stages=STAGES):
         # load; neighbours that feed products alone share one arrival of the copy engine
         row = chunk * C
@@ -95,8 +94,7 @@ def carry(
         b_P = read_tile(m_P, row, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row, v_stride, L, width, C, BV, TMA)
         p_chunk = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_chunk + READ * C + i), tl.load(p_chunk + WRITE * C + i)
-        query, score = tl.load(p_chunk + QUERY * C + i), tl.load(p_chunk + SCORE * C + i)
+        read, write, query, score = load_factors(p_chunk, C)
         end = tl.load(p_chunk + END * C)
         # compute
         b_S = S.to(b_k.dtype)
@@ -351,14 +349,13 @@ def segment_kernel(
     m_A = rows_of(tiles + base * (C * C), C, NT * C, C, C, C, TMA)
     S = empty_or_unit(block, NV, BV, BK)
 
-    i = tl.arange(0, C)
     for chunk in tl.range(last - chunks, last, num_stages=STAGES):
         row_C = chunk * C
         b_k = read_tile(m_k, row_C, k_stride, T, K, C, BK, TMA)
         b_A = read_tile(m_A, row_C, C, NT * C, C, C, C, TMA)
         b_v = read_tile(m_v, row_C, v_stride, T, width, C, BV, TMA)
         p_factors = factors + (base + chunk) * (FACTORS * C)
-        read, write = tl.load(p_factors + READ * C + i), tl.load(p_factors + WRITE * C + i)
+        read, write, _, _ = load_factors(p_factors, C)
         end = tl.load(p_factors + END * C)
         b_v = tl.where(of_B, b_v, 0.0)
         S, _, _ = step(S, b_k, b_v, b_A, read, write, end)
