@@ -36,21 +36,30 @@ if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor")
 
 
 class Launch:
-    """One kernel with all but its tensors fixed; called with them through Triton once, from then on directly, with
-    addresses, on a stream that is asked for once a call: then nobody looks at the tensors again."""
+    """One kernel with all but its tensors fixed.
+
+    The first call goes through Triton, which looks at every argument and compiles. Later ones hand addresses, and a
+    stream that is asked for once a call, straight to what was compiled, as Triton itself does in the end: then nobody
+    looks at the tensors again, nor are there hooks to call before and after.
+    """
 
     def __init__(self, kernel, programs: int, constants: tuple, **options):
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
-        self.run = None
+        self.run, self.how = None, ()
 
     def __call__(self, *tensors: Tensor | int | None, stream: int | None = None) -> None:
         """Tensors the first time, and where kernels are interpreted; addresses from then on."""
         if self.run is None:
             compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
             if hasattr(compiled, "asm"):  # not where kernels are interpreted
-                self.run = compiled[self.grid]
+                self.run, self.how = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
         else:
-            self.run(*tensors, *self.constants, stream=stream)
+            self.run(*self.grid, stream, *self.how, *tensors, *self.constants)
+
+
+def current_stream(device: torch.device) -> int:
+    """Its handle, by the way that Triton asks for it: torch's own makes an object of it first."""
+    return triton.runtime.driver.active.get_current_stream(device.index)
 
 
 class Scratch:
@@ -98,6 +107,11 @@ class Work:
         return Scratch(memory.data_ptr() + there.start, there.stop - there.start)
 
 
+def new_tensors(shapes: dict, device: torch.device) -> dict[str, Tensor]:
+    """Tensors by name, of {name: (shape, dtype)}. A shape in one piece would take torch twice as long to read."""
+    return {name: torch.empty(*shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
 def launch_all(
     launches: dict[str, Launch], arguments: dict, known: dict, parts: list[tuple[Work, Tensor]], device, tma: bool
 ) -> None:
@@ -105,7 +119,7 @@ def launch_all(
     first memory has a part for descriptors."""
     ready, stream = [*launches.values()][-1].run is not None, None  # the last: whoever was interrupted begins anew
     if ready:
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = current_stream(device)
         known = {name: x if x is None else x.data_ptr() for name, x in known.items()}
     for work, memory in parts:
         known = known | (work.addresses(memory) if ready else work.tensors(memory))

@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .calls import Launch, current_stream
 from .gates import inverse_norm, log_decay, write_strength
 from .targets import CompileTarget
 
-# Entries of the state that one warp holds: 32 registers and, in float32, eight 16-byte loads in flight a lane. Twice as
-# many leave registers for half as many warps on a processor.
-ENTRIES_PER_WARP = 1024
+# Entries of the state that one warp holds: 16 registers and, in float32, four 16-byte loads in flight a lane. With twice
+# as many registers last for 20 warps on a Hopper processor, with these for 32, as many as it takes of programs so small.
+ENTRIES_PER_WARP = 512
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -130,9 +131,9 @@ class DecodePlan:
         q, k, v, a, b = (_inner_dense(x) for x in (q, k, v, a, b))
         BK, BV = tile_of(K, V)
         strides = (*_steps(q, 3), *_steps(k, 3), *_steps(v, 3), *_steps(a, 2), *_steps(b, 2), *_steps(pool, 3))
-        self.numbers = (K**-0.5, T, *strides, H, HV, K, V, BK, BV, known is not None, keep)
+        numbers = (K**-0.5, T, *strides, H, HV, K, V, BK, BV, known is not None, keep)
         self.states_shape = (N, T, HV, V, K) if keep else None
-        self.launch = Launch(decode_kernel, N * HV * triton.cdiv(V, BV), pool.device)
+        self.launch = SmallLaunch(decode_kernel, N * HV * triton.cdiv(V, BV), numbers, pool.device)
 
     def __call__(self, q, k, v, a, b, A_log, dt_bias, pool, slots, known) -> tuple[Tensor, Tensor | None]:
         """o [N,T,HV,V] in v's dtype, and the states [N,T,HV,V,K] in the pool's dtype, or None."""
@@ -143,7 +144,7 @@ class DecodePlan:
         states = None if self.states_shape is None else pool.new_empty(self.states_shape)
         # Another pointer stands in for what is not there; the kernel never reads it.
         unread, unwritten = slots if known is None else known, pool if states is None else states
-        self.launch((q, k, v, a, b, A_log, dt_bias, pool, slots, unread, o, unwritten), self.numbers)
+        self.launch(q, k, v, a, b, A_log, dt_bias, pool, slots, unread, o, unwritten)
         return o, states
 
 
@@ -153,48 +154,44 @@ class RollbackPlan:
     def __init__(self, states, accepted, pool, slots):
         N, T, HV, V, K = states.shape
         BK, BV = tile_of(K, V)
-        self.numbers = (T, *_steps(pool, 3), HV, K, V, BK, BV)
-        self.launch = Launch(rollback_kernel, N * HV * triton.cdiv(V, BV), pool.device)
+        numbers = (T, *_steps(pool, 3), HV, K, V, BK, BV)
+        self.launch = SmallLaunch(rollback_kernel, N * HV * triton.cdiv(V, BV), numbers, pool.device)
 
     def __call__(self, states, accepted, pool, slots) -> None:
         """Write states [N,T,HV,V,K] after accepted [N] tokens into the pool's slots [N]."""
         states = states.contiguous()
-        self.launch((states, _inner_dense(accepted), pool, _inner_dense(slots)), self.numbers)
+        self.launch(states, _inner_dense(accepted), pool, _inner_dense(slots))
 
 
-class Launch:
-    """Run a kernel of one warp a program, quickly from the second time on.
+class SmallLaunch:
+    """A kernel of one warp a program, with numbers that a plan knows, on the plan's device and its current stream.
 
-    tensors are passed as addresses once the kernel is known: then nothing looks at their dtypes again, so a Launch
-    serves one layout only.
+    Once it is compiled tensors go to it as addresses, and nothing looks at their dtypes again: one layout only.
     """
 
-    def __init__(self, kernel, programs: int, device: torch.device):
-        self.kernel, self.grid, self.device, self.compiled = kernel, (programs, 1, 1), device, None
+    def __init__(self, kernel, programs: int, numbers: tuple, device: torch.device):
+        self.launch, self.device = Launch(kernel, programs, numbers, num_warps=1), device
 
-    def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
-        """Launch on the tensors' device and its current stream. No wait, nothing read from the device."""
-        if not self.grid[0]:
+    def __call__(self, *tensors: Tensor) -> None:
+        """No wait, nothing read from the device."""
+        if not self.launch.grid[0]:
             return
-        if self.device.type != "cuda":  # Triton's interpreter
-            self.kernel[self.grid](*tensors, *numbers, num_warps=1)
-        elif self.device.index == torch.cuda.current_device():
-            self._launch(tensors, numbers)
+        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
+            self._launch(tensors)
         else:
             with torch.cuda.device(self.device):
-                self._launch(tensors, numbers)
+                self._launch(tensors)
 
-    def _launch(self, tensors: tuple[Tensor, ...], numbers: tuple) -> None:
-        addresses = [x.data_ptr() for x in tensors]
-        bits = 0
+    def _launch(self, tensors: tuple[Tensor, ...]) -> None:
+        launch, addresses, bits = self.launch, [x.data_ptr() for x in tensors], 0
         for address in addresses:
             bits |= address
-        if bits & 15:  # the kernel kept here is compiled for arguments aligned to 16 bytes; Triton finds the right one
-            self.kernel[self.grid](*tensors, *numbers, num_warps=1)
-        elif self.compiled is None:
-            self.compiled = self.kernel[self.grid](*tensors, *numbers, num_warps=1)[self.grid]
+        if bits & 15:  # what is kept is compiled for arguments aligned to 16 bytes; Triton finds the right one
+            launch.kernel[launch.grid](*tensors, *launch.constants, **launch.options)
+        elif launch.run is None:
+            launch(*tensors)
         else:
-            self.compiled(*addresses, *numbers)
+            launch(*addresses, stream=current_stream(self.device))
 
 
 def _dense_inside(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, recalled_or_made
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
@@ -215,7 +215,7 @@ class Plan:
 
     def _launch(self, given: dict):
         work, kept = self.work.allocate(self.device), self.kept and self.kept.allocate(self.device)
-        made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
+        made = new_tensors(self.results, self.device)
         parts = [(self.work, work)] + ([(self.kept, kept)] if self.kept else [])
         launch_all(self.launches, ARGUMENTS, given | made, parts, self.device, self.tma)
         o = made["o"]

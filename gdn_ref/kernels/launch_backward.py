@@ -27,7 +27,7 @@ from .backward import (
     pairs_kernel,
     states_kernel,
 )
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, recalled_or_made
+from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .launch import HAS_GLUON, Device, device_of, power_of_two, state_strides
 from .targets import CompileTarget
 
@@ -135,7 +135,7 @@ class Plan:
 
     def _launch(self, given: dict, saved: Kept | None):
         memory = self.work.allocate(self.device)
-        made = {n: torch.empty(shape, dtype=dtype, device=self.device) for n, (shape, dtype) in self.results.items()}
+        made = new_tensors(self.results, self.device)
         parts = [(self.work, memory)] + ([] if "states" in self.launches else [(saved.work, saved.memory)])
         launch_all(self.launches, ARGUMENTS, given | made, parts, self.device, self.tma)
         dA_log = made["share"].sum((0, 1)) if "share" in made else None
