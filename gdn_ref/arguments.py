@@ -151,12 +151,13 @@ STAGE_AXES = {
 
 
 def check_stage(cu_seqlens, chunk_size, **tensors) -> None:
-    """Check the tensors of one stage of the chunkwise pass, by the axes in STAGE_AXES; None stands for one left out.
+    """Check the tensors of one stage of the chunkwise pass, by the axes in STAGE_AXES. Of several g may be None.
 
     The size that most of them give an axis is taken as the meant one, so that the odd one out is named.
     """
     check_chunk_size(chunk_size)
-    tensors = {name: x for name, x in tensors.items() if x is not None}
+    if len(tensors) > 1 and tensors.get("g", tensors) is None:
+        del tensors["g"]
     for name, x in tensors.items():
         check_tensor(name, x, FLOATS, dict.fromkeys(STAGE_AXES[name]))
     votes: dict[str, Counter] = {}

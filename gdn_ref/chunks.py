@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import INTEGERS, check_chunk_size, check_tensor
+
 
 def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int = 64) -> Tensor:
     """The chunks of packed sequences, in order: [NC, 2] of (sequence, chunk within the sequence).
@@ -20,6 +22,8 @@ def prepare_chunk_indices(cu_seqlens: Tensor, chunk_size: int = 64) -> Tensor:
     whatever N is; on a GPU it waits for the device once (the number of chunks is data), so that callers keep the
     result.
     """
+    check_chunk_size(chunk_size)
+    check_tensor("cu_seqlens", cu_seqlens, INTEGERS, {"N + 1": None})
     chunks = (cu_seqlens.diff().long() + chunk_size - 1) // chunk_size  # [N]
     sequence = torch.repeat_interleave(torch.arange(len(chunks), device=chunks.device), chunks)  # [NC]
     first = chunks.cumsum(0) - chunks

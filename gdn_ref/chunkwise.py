@@ -328,8 +328,6 @@ def chunk_scaled_dot_kkt_fwd(
     k: [B,T,H,K]; g: within-chunk cumulative log2 decays [B,T,HV] or None; beta: [B,T,HV]; C = chunk_size. One row of
     the chunk's matrix a token, so that the block of a chunk is a [C, C] view.
     """
-    if beta is None:
-        raise TypeError("beta: found None, expected a tensor [B, T, HV]")
     check_stage(cu_seqlens, chunk_size, k=k, g=g, beta=beta)
     dtype = at_least_float32(k.dtype)
     T, R = k.shape[1], beta.shape[2] // k.shape[2]

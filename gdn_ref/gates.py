@@ -20,6 +20,8 @@ def l2norm(x: Tensor) -> Tensor:
     eps = 1e-6 stands inside the root, as in flash-linear-attention and transformers, in every path of this package.
     A row of zeros stays zero and has a finite gradient.
     """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x: found {getattr(x, 'dtype', type(x).__name__)}, expected a floating-point tensor [..., K]")
     wide = x.to(at_least_float32(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)  # (2.5)
 

@@ -368,20 +368,21 @@ def _for_kernels(scale: float, options: tuple, tensors: tuple) -> tuple[tuple, d
 
 
 def _wants_gradient(tensors: tuple) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 def _recall(tensors: tuple, scale: float | None, options: tuple, differentiated: bool):
     """The plan of an earlier call of this very kind, or None. Its arguments have passed their checks then, and to check
     them again would cost half as much processor time as the rest of the call."""
     q, cu_seqlens = tensors[0], tensors[7]
-    if not isinstance(q, Tensor) or not q.is_cuda or not all(x is None or isinstance(x, Tensor) for x in tensors):
+    try:
+        if not q.is_cuda or (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
+            return None  # boundaries that may be looked at are, for they may be new ones
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        keep = _keep() if differentiated else None
+        return kernels.recall(kernels.kind_of_call(tensors, (scale, *options, *((keep,) if keep else ()))))
+    except (AttributeError, TypeError):  # what is no tensor the checks will name
         return None
-    if (cu_seqlens is not None and readable(cu_seqlens)) or not (kernels := _kernels()):
-        return None  # boundaries that may be looked at are, for they may be new ones
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    keep = _keep() if differentiated else None
-    return kernels.recall(kernels.kind_of_call(tensors, (scale, *options, *((keep,) if keep else ()))))
 
 
 def fused_recurrent_gated_delta_rule(

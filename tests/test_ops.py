@@ -227,6 +227,55 @@ def test_wrong_type_is_a_type_error(case, op):
         op(**change(good()))
 
 
+def entries():
+    """{public function: arguments that it takes}."""
+    x = good()
+    tokens, gates, states = (x["q"], x["k"], x["v"]), (x["g"], x["beta"]), x["initial_state"]
+    (B, T, HV), C = x["g"].shape, 4
+    rule = dict(zip(("q", "k", "v", "g", "beta"), (*tokens, *gates), strict=True))
+    raw = {"A_log": torch.rand(HV), "dt_bias": torch.rand(HV)}
+    A = gdn_ref.chunk_scaled_dot_kkt_fwd(x["k"], x["g"], x["beta"], chunk_size=C)
+    pool = torch.zeros(3, HV, x["v"].shape[-1], x["k"].shape[-1])
+    slots, known = torch.arange(B), torch.ones(B, dtype=torch.bool)
+    step = dict(zip("qkvab", (t[:, :2] for t in (*tokens, *gates)), strict=True))
+    packed = dict(zip("qkvab", (t[0] for t in (*tokens, *gates)), strict=True))
+    one = {"state_pool": pool, "cache_indices": slots[:1], "has_initial_state": known[:1]}
+    cu = torch.tensor([0, T])
+    return {
+        "chunk_gated_delta_rule": rule | {"initial_state": states},
+        "fused_recurrent_gated_delta_rule": rule | {"initial_state": states},
+        "chunk_gated_delta_rule, raw": rule | raw | {"use_gate_in_kernel": True},
+        "fused_recurrent_gated_delta_rule, raw": rule | raw | {"use_gate_in_kernel": True},
+        "chunk_gated_delta_rule, packed": {n: t[:1] for n, t in rule.items()} | {"cu_seqlens": cu},
+        "gdn_decode": step | raw | {"state_pool": pool, "cache_indices": slots, "has_initial_state": known},
+        "gdn_rollback": {
+            "states": torch.zeros(B, 2, *pool.shape[1:]), "accepted": slots + 1, "state_pool": pool,
+            "cache_indices": slots,
+        },
+        "gdn_extend_chunkwise": packed | raw | one | {"cu_seqlens": cu},
+        "gdn_extend_chunkwise_torch": packed | raw | one | {"cu_seqlens": cu},
+        "chunk_local_cumsum": {"g": x["g"]},
+        "chunk_scaled_dot_kkt_fwd": {"k": x["k"], "g": x["g"], "beta": x["beta"]},
+        "solve_tril": {"A": A},
+        "recompute_w_u_fwd": {"k": x["k"], "v": x["v"], "beta": x["beta"], "A": A, "g": x["g"]},
+        "prepare_chunk_indices": {"cu_seqlens": cu},
+        "l2norm": {"x": x["k"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("entry", entries())
+def test_what_is_no_tensor_is_named(entry, grad):
+    """A list, an array or a number where a tensor is expected, in every argument of every function, by every path."""
+    given, function = entries()[entry], getattr(gdn_ref, entry.partition(",")[0])
+    with torch.set_grad_enabled(grad):
+        function(**given)
+        for name in (n for n, x in given.items() if torch.is_tensor(x)):
+            for other in (given[name].tolist(), given[name].numpy(), 3.0):
+                with pytest.raises(TypeError, match=rf"^{name}: found "):
+                    function(**given | {name: other})
+
+
 @on_forms
 @pytest.mark.parametrize("H, HV", [(4, 2), (2, 3), (0, 2), (3, 4), (2, 0)], ids=lambda n: str(n))
 def test_heads_that_do_not_divide(H, HV, op):

@@ -17,8 +17,9 @@ from .calls import Launch, current_stream
 from .gates import inverse_norm, log_decay, write_strength
 from .targets import CompileTarget
 
-# Entries of the state that one warp holds: 16 registers and, in float32, four 16-byte loads in flight a lane. With twice
-# as many registers last for 20 warps on a Hopper processor, with these for 32, as many as it takes of programs so small.
+# Entries of the state that one warp holds: 16 registers and, in float32, four 16-byte loads in flight a lane. With
+# these, registers last for 32 warps on a Hopper processor, as many as it takes of programs so small; with twice as many
+# for 20.
 ENTRIES_PER_WARP = 512
 
 

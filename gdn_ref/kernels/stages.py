@@ -305,8 +305,6 @@ def chunk_scaled_dot_kkt_fwd(
     k: [B,T,H,K]; g: within-chunk cumulative log2 decays [B,T,HV] or None; beta: [B,T,HV]; C = chunk_size. One row of
     the chunk's matrix a token. float32 unless output_dtype says else.
     """
-    if beta is None:
-        raise TypeError("beta: found None, expected a tensor [B, T, HV]")
     chunks = _check(chunk_size, cu_seqlens, chunk_indices, k=k, g=g, beta=beta)
     (_, T, H, K), HV = k.shape, beta.shape[2]
     A = _output(chunks, (*beta.shape, chunk_size), output_dtype or torch.float32, k.device)
