@@ -17,10 +17,21 @@ from .calls import Launch, current_stream
 from .gates import inverse_norm, log_decay, write_strength
 from .targets import CompileTarget
 
-# Entries of the state that one warp holds: 16 registers and, in float32, four 16-byte loads in flight a lane. With
-# these, registers last for 32 warps on a Hopper processor, as many as it takes of programs so small; with twice as many
-# for 20.
-ENTRIES_PER_WARP = 512
+# Entries of the state that one warp holds: 32 registers and, in float32, eight 16-byte loads in flight a lane. Twice as
+# many leave registers for half as many warps on a processor; half as many repeat what all rows of a head share.
+ENTRIES_PER_WARP = 1024
+
+
+@triton.jit
+def load_token(
+    p_q, p_k, p_v, p_a, p_b, t, q_token, k_token, v_token, a_token, b_token, columns, rows, K: tl.constexpr,
+    V: tl.constexpr,
+):  # fmt: skip
+    """q, k [BK], v [BV] and the raw gates a, b of token t, as they come."""
+    b_q = tl.load(p_q + t * q_token + columns, mask=columns < K, other=0.0)
+    b_k = tl.load(p_k + t * k_token + columns, mask=columns < K, other=0.0)
+    b_v = tl.load(p_v + t * v_token + rows, mask=rows < V, other=0.0)
+    return b_q, b_k, b_v, tl.load(p_a + t * a_token), tl.load(p_b + t * b_token)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -42,9 +53,9 @@ def decode_kernel(
     program = tl.program_id(0)
     rows = program % NV * BV + tl.arange(0, BV)
     columns = tl.arange(0, BK)
-    h = (program // NV % HV).to(tl.int64)
+    head = program // NV % HV
+    h, hk = head.to(tl.int64), (head // (HV // H)).to(tl.int64)
     n = (program // (NV * HV)).to(tl.int64)
-    hk = h // (HV // H)
 
     # load: a skipped or fresh request reads no column of the state; what the slot holds, NaN too, must not enter by a
     # product. The cache need not keep a state that nobody asks for again before the next step.
@@ -60,16 +71,21 @@ def decode_kernel(
     S = S.to(tl.float32)  # [BV, BK], S transposed
     rate, bias = tl.load(A_log + h).to(tl.float32), tl.load(dt_bias + h).to(tl.float32)
 
+    q, k, v = q + n * q_request + hk * q_head, k + n * k_request + hk * k_head, v + n * v_request + h * v_head
+    a, b = a + n * a_request + h, b + n * b_request + h
     t = tl.zeros([], tl.int64)
-    while t < T:  # not range: the interpreter takes no bound that is no constant
-        b_k = tl.load(k + n * k_request + t * k_token + hk * k_head + columns, mask=columns < K, other=0.0)
-        b_q = tl.load(q + n * q_request + t * q_token + hk * q_head + columns, mask=columns < K, other=0.0)
-        b_v = tl.load(v + n * v_request + t * v_token + h * v_head + rows, mask=rows < V, other=0.0).to(tl.float32)
-        b_a = tl.load(a + n * a_request + t * a_token + h).to(tl.float32)
-        b_b = tl.load(b + n * b_request + t * b_token + h).to(tl.float32)
+    next_q, next_k, next_v, next_a, next_b = load_token(
+        q, k, v, a, b, t, q_token, k_token, v_token, a_token, b_token, columns, rows, K, V
+    )
+    while t < T:
+        # the next token comes while this one is worked on; the last one comes twice
+        b_q, b_k, b_v = next_q.to(tl.float32), next_k.to(tl.float32), next_v.to(tl.float32)
+        b_a, b_b = next_a.to(tl.float32), next_b.to(tl.float32)
+        next_q, next_k, next_v, next_a, next_b = load_token(
+            q, k, v, a, b, tl.minimum(t + 1, T - 1), q_token, k_token, v_token, a_token, b_token, columns, rows, K, V
+        )
 
         # compute
-        b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
         b_k *= inverse_norm(b_k)  # (2.5)
         b_q *= inverse_norm(b_q) * scale  # (2.5)
         S *= tl.exp(log_decay(b_a, rate, bias))  # (1.1)

@@ -24,17 +24,17 @@ FACTORS = tl.constexpr(8)
 
 
 @triton.jit
-def load_factors(p_factors, C: tl.constexpr):
-    """The first four rows of a chunk's factors, [C] each: READ, WRITE, QUERY, SCORE.
+def load_factors(p_rows, C: tl.constexpr):
+    """Four neighbouring rows of a chunk's factors, [C] each: READ, WRITE, QUERY, SCORE, or END, WHOLE, REST, BETA.
 
     In one load: what has fewer numbers than a program has threads the compiler copies in the layout of the product that
     it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk.
     """
-    rows = tl.reshape(tl.load(p_factors + tl.arange(0, 4 * C)), [2, 2, C])
+    rows = tl.reshape(tl.load(p_rows + tl.arange(0, 4 * C)), [2, 2, C])
     first, second = tl.split(tl.trans(rows, 2, 1, 0))
-    read, write = tl.split(first)
-    query, score = tl.split(second)
-    return read, write, query, score
+    row_0, row_1 = tl.split(first)
+    row_2, row_3 = tl.split(second)
+    return row_0, row_1, row_2, row_3
 
 
 @triton.jit
