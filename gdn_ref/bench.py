@@ -14,6 +14,7 @@ import datetime
 import gc
 import json
 import math
+import random
 import re
 import statistics
 import sys
@@ -89,21 +90,23 @@ def gpu_ms(functions: list[Callable], count: int) -> float:
 def time_in_turns(functions: dict[str, list[Callable]], clock: Callable = gpu_ms) -> dict[str, list[float]]:
     """{name: milliseconds a call, one for each round}; a slow implementation leaves after three rounds or more.
 
-    Before a turn garbage is collected and, of the quick, a call made that does not count: what the one before has left
-    behind, in the allocator too, is not the next one's.
+    What the one before has left behind, in the allocator too, is not the next one's: each round has an order of its
+    own, so that nobody always follows the same one, and before a turn garbage is collected and, of the quick, a turn
+    taken that does not count.
     """
+    order = random.Random(0)
     first = {name: clock(calls, 2) for name, calls in functions.items()}
     counts = {name: turn_length(first[name], len(calls)) for name, calls in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
     gc.freeze()  # what there is already need not be looked through every time
     try:
         for _ in range(ROUNDS):
-            for name, calls in functions.items():
+            for name in order.sample(list(functions), len(functions)):
                 if len(times[name]) < 3 or counts[name] * sum(times[name]) < SLOWEST_MS:
                     gc.collect()
                     if first[name] < SLOW_MS:
-                        clock(calls, 1)
-                    times[name].append(clock(calls, counts[name]))
+                        clock(functions[name], counts[name])
+                    times[name].append(clock(functions[name], counts[name]))
     finally:
         gc.unfreeze()
     return times
