@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .gates import L2_EPS, log_decay, write_strength
-from .tiles import first_slot, invert_unit_lower, load_rows, locate, log2_decay, power, split_decay
+from .tiles import SINCE_3_6, first_slot, invert_unit_lower, load_rows, locate, log2_decay, power, split_decay
 
 # What is kept of a chunk besides A and P, one row of C numbers each; scan.py reads the first five.
 READ = tl.constexpr(0)  # multiplies K in diag(gamma) K S
@@ -28,12 +28,18 @@ def load_factors(p_rows, C: tl.constexpr):
     """Four neighbouring rows of a chunk's factors, [C] each: READ, WRITE, QUERY, SCORE, or END, WHOLE, REST, BETA.
 
     In one load: what has fewer numbers than a program has threads the compiler copies in the layout of the product that
-    it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk.
+    it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk. Triton 3.4 spills if rows
+    are taken apart.
     """
-    rows = tl.reshape(tl.load(p_rows + tl.arange(0, 4 * C)), [2, 2, C])
-    first, second = tl.split(tl.trans(rows, 2, 1, 0))
-    row_0, row_1 = tl.split(first)
-    row_2, row_3 = tl.split(second)
+    if SINCE_3_6:
+        rows = tl.reshape(tl.load(p_rows + tl.arange(0, 4 * C)), [2, 2, C])
+        first, second = tl.split(tl.trans(rows, 2, 1, 0))
+        row_0, row_1 = tl.split(first)
+        row_2, row_3 = tl.split(second)
+    else:
+        i = tl.arange(0, C)
+        row_0, row_1 = tl.load(p_rows + i), tl.load(p_rows + C + i)
+        row_2, row_3 = tl.load(p_rows + 2 * C + i), tl.load(p_rows + 3 * C + i)
     return row_0, row_1, row_2, row_3
 
 
