@@ -91,8 +91,8 @@ def time_in_turns(functions: dict[str, list[Callable]], clock: Callable = gpu_ms
     """{name: milliseconds a call, one for each round}; a slow implementation leaves after three rounds or more.
 
     What the one before has left behind, in the allocator too, is not the next one's: each round has an order of its
-    own, so that nobody always follows the same one, and before a turn garbage is collected and, of the quick, a turn
-    taken that does not count.
+    own, so that nobody always follows the same one, and before a turn garbage is collected and, of the quick, as much
+    as fills BLOCK_MS called without counting it.
     """
     order = random.Random(0)
     first = {name: clock(calls, 2) for name, calls in functions.items()}
@@ -105,7 +105,7 @@ def time_in_turns(functions: dict[str, list[Callable]], clock: Callable = gpu_ms
                 if len(times[name]) < 3 or counts[name] * sum(times[name]) < SLOWEST_MS:
                     gc.collect()
                     if first[name] < SLOW_MS:
-                        clock(functions[name], counts[name])
+                        clock(functions[name], fill(first[name]))
                     times[name].append(clock(functions[name], counts[name]))
     finally:
         gc.unfreeze()
@@ -114,8 +114,12 @@ def time_in_turns(functions: dict[str, list[Callable]], clock: Callable = gpu_ms
 
 def turn_length(ms: float, sets: int) -> int:
     """How many calls fill a turn: three or more unless they are slow, and whole rounds of the sets of tensors."""
-    count = min(max(math.ceil(BLOCK_MS / max(ms, 1e-3)), 3 if ms < SLOW_MS else 1), 400)
-    return math.ceil(count / sets) * sets
+    return math.ceil(max(fill(ms), 3 if ms < SLOW_MS else 1) / sets) * sets
+
+
+def fill(ms: float) -> int:
+    """How many calls of `ms` milliseconds fill BLOCK_MS, up to 400."""
+    return min(math.ceil(BLOCK_MS / max(ms, 1e-3)), 400)
 
 
 def cpu_ms(calls: list[Callable], count: int) -> float:
