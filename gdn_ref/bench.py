@@ -124,7 +124,7 @@ def fill(ms: float) -> int:
 
 def cpu_ms(calls: list[Callable], count: int) -> float:
     """Milliseconds the processor is busy with a call, the GPU left to itself; few enough calls to fill no queue."""
-    count = min(count, 20)
+    count = min(count, 50)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for n in range(count):

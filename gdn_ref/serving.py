@@ -248,9 +248,11 @@ def _plan(call: tuple, keep: bool, check: Callable, new: Callable) -> Callable:
 
     Looking them up costs a few microseconds, checking them and making ready to launch ten times that.
     """
-    if not all(x is None or isinstance(x, Tensor) for x in call):
+    try:
+        key = (new, keep, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call])
+    except (AttributeError, TypeError):
         check(*call)  # which says what is no tensor
-    key = (new, keep, *[x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call])
+        raise
     run = _plans.get(key)
     if run is None:
         check(*call)
