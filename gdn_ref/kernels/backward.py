@@ -128,13 +128,14 @@ def states_kernel(
 
 
 @triton.jit
-def strict_decay(whole, rest, C: tl.constexpr, EXACT: tl.constexpr):
+def strict_decay(p_factors, C: tl.constexpr, EXACT: tl.constexpr):
     """Gamma_ij below the diagonal, 0 elsewhere: [C, C]   (7.1)
 
-    From the cumulative decays in two parts. EXACT takes them apart, as tiles.split_decay says; their sums are right to
-    5e-4 at the worst, after 64 resets, which is below what 16-bit products keep.
+    EXACT takes the cumulative decays apart, as tiles.split_decay says; their sums are right to 5e-4 at the worst, after
+    64 resets, which is below what 16-bit products keep.
     """
     i = tl.arange(0, C)
+    whole, rest = tl.load(p_factors + WHOLE * C + i), tl.load(p_factors + REST * C + i)
     if EXACT:
         exponent = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
     else:
@@ -143,13 +144,14 @@ def strict_decay(whole, rest, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def weights(p_lengths, beta, scale, C: tl.constexpr, NORM: tl.constexpr):
+def weights(p_lengths, p_factors, scale, C: tl.constexpr, NORM: tl.constexpr):
     """What multiplies q to be a query, k to be a key with its sign changed, and k to be a key that is written, [C]."""
+    i = tl.arange(0, C)
+    beta = tl.load(p_factors + BETA * C + i)
     weight_q, weight_k = tl.full([C], scale, tl.float32), tl.full([C], -1.0, tl.float32)
     if NORM:
-        lengths = tl.reshape(tl.load(p_lengths + tl.arange(0, 2 * C)), [2, C])  # see load_factors
-        length_q, length_k = tl.split(tl.trans(lengths, 1, 0))
-        weight_q *= length_q
+        length_k = tl.load(p_lengths + C + i)
+        weight_q *= tl.load(p_lengths + i)
         weight_k *= length_k
         beta *= length_k
     return weight_q, weight_k, beta
@@ -188,6 +190,7 @@ def one_head_of_pairs(
     """One value head of pairs_kernel, from q k^T and k k^T."""
     i, c = tl.arange(0, C), tl.arange(0, BV)
     unit, corner = hv.to(tl.int64) * slots + slot, (token * HV + hv) * V
+    p_factors = factors + unit * (FACTORS * C)
     F, J = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for first in tl.static_range(0, VP, BV):
         b_E = tl.load(E + unit * (C * VP) + first + i[:, None] * VP + c[None, :])
@@ -195,11 +198,10 @@ def one_head_of_pairs(
         b_dv = load_rows(dv + corner + first, HV * V, i, c, left, V - first)
         F = tl.dot(b_do, tl.trans(b_E), acc=F, input_precision="ieee")
         J = tl.dot(b_dv, tl.trans(b_E), acc=J, input_precision="ieee")
-    _, whole, rest, beta = load_factors(factors + unit * (FACTORS * C) + END * C, C)
-    weight_q, weight_k, beta = weights(p_lengths, beta, scale, C, NORM)
+    weight_q, weight_k, beta = weights(p_lengths, p_factors, scale, C, NORM)
+    Gamma = strict_decay(p_factors, C, EXACT)
     F *= weight_q[:, None]
     own = tl.where(i[:, None] == i[None, :], F, 0.0)  # of queries and their own keys
-    Gamma = strict_decay(whole, rest, C, EXACT)
     F *= Gamma  # (9.7)
     J *= Gamma * weight_k[:, None]  # (9.8)
     store_pairs(pairs, tops, 2 * unit, (F + own) * beta[None, :], C)

@@ -19,10 +19,10 @@ from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, ne
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
-from .tiles import SINCE_3_6
+from .tiles import RELEASE
 
 # What Gluon is written in is there from Triton 3.6 on, and is not interpreted.
-HAS_GLUON = SINCE_3_6.value and not triton.knobs.runtime.interpret
+HAS_GLUON = RELEASE >= (3, 6) and not triton.knobs.runtime.interpret
 hopper_scan = None
 if HAS_GLUON:
     from . import hopper_scan

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .gates import L2_EPS, log_decay, write_strength
-from .tiles import SINCE_3_6, first_slot, invert_unit_lower, load_rows, locate, log2_decay, power, split_decay
+from .tiles import RELEASE, first_slot, invert_unit_lower, load_rows, locate, log2_decay, power, split_decay
 
 # What is kept of a chunk besides A and P, one row of C numbers each; scan.py reads the first five.
 READ = tl.constexpr(0)  # multiplies K in diag(gamma) K S
@@ -21,17 +21,18 @@ SCORE = tl.constexpr(3)  # multiplies P
 END = tl.constexpr(4)  # its first number is the decay over the chunk, its second the log2 bound of what it lets through
 WHOLE, REST, BETA = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)  # G in two parts, beta
 FACTORS = tl.constexpr(8)
+# Whether four rows come in one load and are taken apart: Triton 3.4 and 3.9 find fewer registers for it, and spill.
+ONE_LOAD = tl.constexpr((3, 6) <= RELEASE < (3, 9))
 
 
 @triton.jit
 def load_factors(p_rows, C: tl.constexpr):
-    """Four neighbouring rows of a chunk's factors, [C] each: READ, WRITE, QUERY, SCORE, or END, WHOLE, REST, BETA.
+    """Four neighbouring rows of a chunk's factors, [C] each: from the first on READ, WRITE, QUERY, SCORE.
 
     In one load: what has fewer numbers than a program has threads the compiler copies in the layout of the product that
-    it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk. Triton 3.4 spills if rows
-    are taken apart.
+    it meets, all of it to every warp, which in the scan were 33 copies a thread and chunk.
     """
-    if SINCE_3_6:
+    if ONE_LOAD:
         rows = tl.reshape(tl.load(p_rows + tl.arange(0, 4 * C)), [2, 2, C])
         first, second = tl.split(tl.trans(rows, 2, 1, 0))
         row_0, row_1 = tl.split(first)

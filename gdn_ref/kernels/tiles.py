@@ -16,7 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # e^-104 is 0 in float32: a decay below it is the same reset however deep, and stays finite here for the sums (7.5).
 SMALLEST_LOG_DECAY = tl.constexpr(-128.0)
 FULL_PRECISION = tl.constexpr("ieee")
-SINCE_3_6 = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6))
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
 
 
 # ------------------------------------------------------------------------------------------ where a chunk lies
