@@ -20,10 +20,16 @@ def l2norm(x: Tensor) -> Tensor:
     eps = 1e-6 stands inside the root, as in flash-linear-attention and transformers, in every path of this package.
     A row of zeros stays zero and has a finite gradient.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x: found {getattr(x, 'dtype', type(x).__name__)}, expected a floating-point tensor [..., K]")
+    check_floating("x", x, "[..., K]")
     wide = x.to(at_least_float32(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)).to(x.dtype)  # (2.5)
+
+
+def check_floating(name: str, x, axes: str) -> None:
+    """x is a tensor of floating-point numbers."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name}: found {found}, expected a floating-point tensor {axes}")
 
 
 def l2norm_backward(x: Tensor, dy: Tensor) -> Tensor:

@@ -113,3 +113,8 @@ def test_l2norm_gradcheck():
     x = randn(rng("l2g"), 3, 4).requires_grad_()
     assert torch.autograd.gradcheck(gdn_ref.l2norm, x)
     assert torch.autograd.gradgradcheck(gdn_ref.l2norm, x)
+
+
+def test_the_norm_of_whole_numbers_is_refused():
+    with pytest.raises(TypeError, match=r"^x: found torch\.int64, expected a floating-point tensor"):
+        gdn_ref.l2norm(torch.ones(2, 3, dtype=torch.int64))
