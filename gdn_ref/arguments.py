@@ -1,4 +1,4 @@
-"""The contract for every input: all checks of the public functions, in one place.
+"""The contract for every input: all checks of the public functions, in one place (l2norm's is beside it, in gates.py).
 
 Every message names the argument, says what was found and what was expected. Shapes, dtypes and devices are always
 checked; values (cu_seqlens, cache_indices) only where they lie on the CPU, or on a GPU if GDN_REF_VALIDATE=1, since

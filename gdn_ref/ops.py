@@ -148,25 +148,21 @@ def chunk_gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464), section 3; book (1.1), (5.3) to (5.6).
     """
+    call = Call(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, chunk_size, backend,
+    )  # fmt: skip
     if torch.compiler.is_compiling():  # one node of the compiler's graph; what is checked here, it checks when it runs
-        o, state = torch.ops.gdn_ref.chunk_gated_delta_rule(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-            chunk_size, backend,
-        )  # fmt: skip
+        o, state = torch.ops.gdn_ref.chunk_gated_delta_rule(*call)
         return o, state if output_final_state else None
-    tensors = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
-    options = (output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first)
     if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
+        tensors, options = call.tensors(), call.options()
         wanted = _wants_gradient(tensors)
         if plan := _recall(tensors, scale, options, wanted):
             if not wanted:
                 return plan.run(*tensors)
             return FusedDeltaRule.apply(plan, q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
-    return run(Call(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens, use_gate_in_kernel, A_log, dt_bias, chunk_size, backend,
-    ))  # fmt: skip
+    return run(call)
 
 
 class Call(NamedTuple):

@@ -548,15 +548,21 @@ def test_whoever_is_not_installed_is_named(monkeypatch):
 # ---- the clock and the other processes -------------------------------------------------------------------------------
 
 
-def test_turns_alternate_and_the_slow_leave_early(monkeypatch):
-    order = []
-    clock = lambda calls, count: order.append((calls[0], count)) or (300.0 if calls[0] == "slow" else 0.01)  # noqa: E731
-    times = bench.time_in_turns({"quick": ["quick"], "slow": ["slow"]}, clock)
-    assert len(times["quick"]) == bench.ROUNDS and len(times["slow"]) == 5  # 5 * 300 ms reach SLOWEST_MS
-    turns = [("quick", 400)] * 2, [("slow", 1)]  # the quick one has one that does not count before one that does
-    rounds = [order[n : n + 3] for n in range(2, 11, 3)]
-    assert all(taken in (turns[0] + turns[1], turns[1] + turns[0]) for taken in rounds)
-    assert rounds[0][0] != rounds[1][0] or rounds[1][0] != rounds[2][0]  # nobody always follows the same one
+def test_turns_alternate_and_the_slow_leave_early():
+    order, ms = [], {"quick": 0.01, "middling": 50.0, "slow": 300.0}
+    clock = lambda calls, count: order.append((calls[0], count)) or ms[calls[0]]  # noqa: E731
+    times = bench.time_in_turns({name: [name] for name in ms}, clock)
+    left = {name: len(rounds) for name, rounds in times.items()}
+    assert left == {"quick": bench.ROUNDS, "middling": 10, "slow": 5}  # 10 * 3 * 50 ms and 5 * 300 ms reach SLOWEST_MS
+    # what is not slow has calls that do not count, 8 ms of them, before those that do
+    turns = {"quick": [("quick", 400)] * 2, "middling": [("middling", 1), ("middling", 3)], "slow": [("slow", 1)]}
+    rounds, taken = [order[n : n + 5] for n in range(3, 28, 5)], []
+    for calls in rounds:
+        names = list(dict.fromkeys(name for name, _ in calls))
+        assert calls == [call for name in names for call in turns[name]] and set(names) == set(ms)
+        taken.append(names)
+    followed = {name: {(names * 2)[names.index(name) + 2] for names in taken} for name in ms}
+    assert all(len(before) == 2 for before in followed.values())  # nobody always follows the same one
     assert gc.get_freeze_count() == 0
 
 
