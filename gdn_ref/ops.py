@@ -63,7 +63,7 @@ def _obstacle(x: Tensor, others: tuple) -> str | None:
     """Why the Triton kernels cannot serve these inputs; None where they can. Nothing is compiled to find out."""
     tensors = [x, *(t for t in others if t is not None)]
     if x.device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        if os.environ.get("TRITON_INTERPRET") != "1" or ((kernels := _kernels()) and not kernels.INTERPRETED):
             return "triton runs on a GPU, and on the CPU only under TRITON_INTERPRET=1, set before triton is imported"
     elif x.device.type != "cuda":
         return f"gdn_ref has no Triton kernels for {x.device.type}"

@@ -150,7 +150,7 @@ def test_tokens_of_no_sequence_get_zero(index):
 
 def test_S09_more_than_65535_sequences_lie_on_the_first_axis_of_the_grid(monkeypatch):
     grids = []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: grids.append(self.grid))
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: grids.append(self.grid))
     x, N = h.make(1, 1, 1, 16, 16, state=False), 70_000
     backward(x | {"cu_seqlens": torch.zeros(N + 1, dtype=torch.int32)}, x["v"], None)
     assert len(grids) >= 6 and all(grid[1:] == (1, 1) for grid in grids)
@@ -606,7 +606,7 @@ def test_an_interrupted_first_call_begins_anew(monkeypatch):
     given = []
     for name, one in plan.launches.items():
         one.run = None if name == "finish" else given.append
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: given.extend(tensors))
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, arguments, stream: given.extend(arguments))
     plan.run(*inputs, None, None, None, None, x["v"], None, None)
     assert given and all(t is None or isinstance(t, torch.Tensor) for t in given)
 
@@ -637,7 +637,7 @@ def test_C03_a_call_waits_for_nothing(lengths, monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors, **_: launched.append(self))
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: launched.append(self))
     with Waits() as seen:
         backward(x, do, dstate)
     assert not seen.found and len(launched) == 7  # decays, A and P; states; adjoints; pairs; gradients; gates

@@ -138,7 +138,7 @@ def test_cu_seqlens_may_stay_on_the_cpu():
 
 def test_S09_more_than_65535_sequences_lie_on_the_first_axis_of_the_grid(monkeypatch):
     grids = []
-    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given, **how: grids.append(self.grid))  # and no launch
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: grids.append(self.grid))  # and no launch
     x, N = h.make(1, 1, 1, 16, 16, state=False), 70_000
     forward(x | {"cu_seqlens": torch.zeros(N + 1, dtype=torch.int32)})
     assert len(grids) == 3 and all(grid[0] >= N and grid[1:] == (1, 1) for grid in grids)
@@ -485,7 +485,7 @@ def test_C03_P05_a_call_waits_for_nothing_and_launches_four_kernels(lengths, mon
             torch.cuda.set_sync_debug_mode("default")
     else:
         # ours, not theirs
-        monkeypatch.setattr(launch.Launch, "__call__", lambda self, *given, **how: launched.append(self))
+        monkeypatch.setattr(launch.Launch, "__call__", lambda self, *_: launched.append(self))
         with Waits() as seen:
             forward(x)
         assert not seen.found and seen.count <= 16

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -423,16 +424,44 @@ def test_triton_on_a_cpu_says_why_in_one_line(op, monkeypatch):
     assert "\n" not in str(error.value).strip()
 
 
+def test_triton_on_a_cpu_is_not_asked_for_too_late():
+    """Kernels that are defined already are not interpreted any more, and would be handed a CPU's addresses."""
+    pytest.importorskip("triton")
+    code = """
+        import os, torch, triton
+        from gdn_ref import chunk_gated_delta_rule
+        from gdn_ref.kernels import launch
+        os.environ["TRITON_INTERPRET"] = "1"
+        x = torch.zeros(1, 3, 1, 16)
+        try:
+            chunk_gated_delta_rule(x, x, x, None, None, backend="triton")
+        except RuntimeError as error:
+            print(error)
+    """
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    said = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    assert "TRITON_INTERPRET=1, set before triton is imported" in said
+
+
+def where_triton_runs(x):
+    """On the GPU, if there is one; else kernels are interpreted."""
+    return {n: t.cuda() if torch.is_tensor(t) and torch.cuda.is_available() else t for n, t in x.items()}
+
+
 def test_triton_serves_interpreted_or_says_what_it_cannot_do(monkeypatch):
     """By name only: "auto" on a CPU stays with torch. What kernels cannot do is said before anything is compiled."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = make(33, 1, 2, 16, 8)
-    assert which_backend(x["q"]).name == "torch" and which_backend(x["q"], "triton").name == "triton"
+    assert which_backend(x["q"]).name == "torch"
+    x = where_triton_runs(x)
+    assert which_backend(x["q"], "triton").name == "triton"
     expected = reference(x)
     for op in (chunk, fused):
         assert_close(run(op, x, wrt=[], backend="triton"), {n: expected[n] for n in ("o", "state")})
-    wide = torch.zeros(1, 1, 1, 257)
+    wide = torch.zeros(1, 1, 1, 257, device=x["q"].device)
     for name, tensor in (("float64", wide.double()), ("257", wide)):
         with pytest.raises(RuntimeError, match=f"(?s)triton.*{name}"):
             which_backend(tensor, "triton")
@@ -451,6 +480,7 @@ def test_triton_differentiates(op, case, monkeypatch):
     if case == "raw":
         x |= {"A_log": torch.tensor([0.0, 1.0]), "dt_bias": torch.tensor([-1.0, 0.5]), "beta": -x["beta"]}
         flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    x = where_triton_runs(x)
 
     def oracle(q, k, v, g, beta, A_log=None, dt_bias=None, **rest):
         if case != "raw":

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime import interpreter
 
-from .tiles import WIDENED
+from .tiles import INTERPRETED, WIDENED
 
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
@@ -31,7 +33,7 @@ def _let_data_bound_loops() -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 
-if triton.knobs.runtime.interpret and hasattr(interpreter, "_patch_lang_tensor"):
+if INTERPRETED and hasattr(interpreter, "_patch_lang_tensor"):
     _let_data_bound_loops()
 
 
@@ -47,14 +49,22 @@ class Launch:
         self.kernel, self.grid, self.constants, self.options = kernel, (programs, 1, 1), constants, options
         self.run, self.how = None, ()
 
-    def __call__(self, *tensors: Tensor | int | None, stream: int | None = None) -> None:
-        """Tensors the first time, and where kernels are interpreted; addresses from then on."""
+    def __call__(self, arguments: tuple, stream: int | None = None) -> None:
+        """Tensors or None the first time, and where kernels are interpreted; addresses from then on."""
         if self.run is None:
-            compiled = self.kernel[self.grid](*tensors, *self.constants, **self.options)
+            compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
             if hasattr(compiled, "asm"):  # not where kernels are interpreted
                 self.run, self.how = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
         else:
-            self.run(*self.grid, stream, *self.how, *tensors, *self.constants)
+            self.run(*self.grid, stream, *self.how, *arguments, *self.constants)
+
+
+class Arguments:
+    """What each launch takes before its numbers, in order, by name."""
+
+    def __init__(self, names: dict[str, tuple[str, ...]]):
+        self.of = {launch: itemgetter(*its) for launch, its in names.items()}  # from a dict of all to a tuple
+        self.absent = dict.fromkeys(chain.from_iterable(names.values()))
 
 
 def current_stream(device: torch.device) -> int:
@@ -85,10 +95,10 @@ class Work:
 
     def __init__(self, parts: dict):
         """parts: {name: (shape, dtype)}."""
-        self.parts, self.size = {}, 0  # {name: (bytes, shape, dtype)}
+        self.parts, self.places, self.size = {}, {}, 0  # {name: (bytes, shape, dtype)}, {name: first byte}
         for name, (shape, dtype) in parts.items():
             size = math.prod(shape) * dtype.itemsize
-            self.parts[name] = slice(self.size, self.size + size), shape, dtype
+            self.parts[name], self.places[name] = (slice(self.size, self.size + size), shape, dtype), self.size
             self.size += -(-size // 128) * 128
 
     def allocate(self, device: torch.device) -> Tensor:
@@ -99,7 +109,7 @@ class Work:
 
     def addresses(self, memory: Tensor) -> dict[str, int]:
         first = memory.data_ptr()
-        return {name: first + there.start for name, (there, _, _) in self.parts.items()}
+        return {name: first + place for name, place in self.places.items()}
 
     def scratch(self, memory: Tensor) -> Scratch:
         """The part of that name, for set_allocator."""
@@ -113,22 +123,23 @@ def new_tensors(shapes: dict, device: torch.device) -> dict[str, Tensor]:
 
 
 def launch_all(
-    launches: dict[str, Launch], arguments: dict, known: dict, parts: list[tuple[Work, Tensor]], device, tma: bool
+    launches: dict[str, Launch], arguments: Arguments, known: dict, parts: list[tuple[Work, Tensor]], device, tma: bool
 ) -> None:
-    """Launch one after the other, each with its arguments by name: those known, and the parts of memory. With tma the
-    first memory has a part for descriptors."""
+    """Launch one after the other, each with its arguments: of the tensors known by name, and of the parts of memory.
+    With tma the first memory has a part for descriptors."""
     ready, stream = [*launches.values()][-1].run is not None, None  # the last: whoever was interrupted begins anew
     if ready:
         stream = current_stream(device)
-        known = {name: x if x is None else x.data_ptr() for name, x in known.items()}
+        known = {name: x.data_ptr() for name, x in known.items() if x is not None}
+    known = arguments.absent | known
     for work, memory in parts:
-        known = known | (work.addresses(memory) if ready else work.tensors(memory))
+        known |= work.addresses(memory) if ready else work.tensors(memory)
     if tma:
         work, memory = parts[0]
         triton.set_allocator(work.scratch(memory) if ready else no_scratch)
     try:
         for name, one in launches.items():
-            one(*map(known.get, arguments[name]), stream=stream)
+            one(arguments.of[name](known), stream)
     finally:
         if tma:
             triton.set_allocator(no_scratch)  # for whoever launches next

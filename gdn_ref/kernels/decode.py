@@ -206,9 +206,9 @@ class SmallLaunch:
         if bits & 15:  # what is kept is compiled for arguments aligned to 16 bytes; Triton finds the right one
             launch.kernel[launch.grid](*tensors, *launch.constants, **launch.options)
         elif launch.run is None:
-            launch(*tensors)
+            launch(tensors)
         else:
-            launch(*addresses, stream=current_stream(self.device))
+            launch(addresses, current_stream(self.device))
 
 
 def _dense_inside(x: Tensor) -> bool:

@@ -15,14 +15,14 @@ import torch
 import triton
 from torch import Tensor
 
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
+from .calls import Arguments, Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
 from .targets import CompileTarget
-from .tiles import RELEASE
+from .tiles import INTERPRETED, RELEASE
 
 # What Gluon is written in is there from Triton 3.6 on, and is not interpreted.
-HAS_GLUON = RELEASE >= (3, 6) and not triton.knobs.runtime.interpret
+HAS_GLUON = RELEASE >= (3, 6) and not INTERPRETED
 hopper_scan = None
 if HAS_GLUON:
     from . import hopper_scan
@@ -169,8 +169,7 @@ def cut(chunks: int, segments: int) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------- plans
 
 
-# What each launch takes before its numbers, in order.
-ARGUMENTS = {
+ARGUMENTS = Arguments({
     "decay": ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors"),
     "prepare": ("q", "k", "cu_seqlens", "tiles", "factors", "o"),  # o gets 0 where tokens belong to no sequence
     "segment": ("k", "v", "tiles", "factors", "R", "B", "forgets"),
@@ -184,7 +183,7 @@ ARGUMENTS = {
     **dict.fromkeys(("scan", "scan_again"), (
         "q", "k", "v", "o", "tiles", "factors", "initial", "final", "cu_seqlens", "R", "B", "forgets", "done", "S", "E",
     )),
-}  # fmt: skip
+})  # fmt: skip
 
 
 class Plan:

@@ -27,7 +27,7 @@ from .backward import (
     pairs_kernel,
     states_kernel,
 )
-from .calls import Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
+from .calls import Arguments, Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .launch import HAS_GLUON, Device, device_of, power_of_two, state_strides
 from .targets import CompileTarget
 
@@ -158,8 +158,7 @@ class Kept(NamedTuple):
         return self.work.parts["E"][1][2:]
 
 
-# What each launch takes before its numbers, in order.
-ARGUMENTS = {
+ARGUMENTS = Arguments({
     "decay": ("g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors"),
     "prepare": ("q", "k", "cu_seqlens", "tiles", "factors", "dv"),  # dv gets 0 where tokens belong to no sequence
     "states": ("k", "v", "tiles", "factors", "initial", "S", "E", "cu_seqlens"),
@@ -181,7 +180,7 @@ ARGUMENTS = {
     "finish": (
         "g", "beta", "A_log", "dt_bias", "cu_seqlens", "factors", "lengths", "within", "sums", "dg", "dbeta", "share",
     ),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def wanted(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int] | None:

@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+INTERPRETED = triton.knobs.runtime.interpret  # as it is now: Triton asks when a kernel is defined, and not again
 # What is multiplied in another dtype: Triton's interpreter takes the bits of bfloat16 for integers. The tests, which
 # teach it better, empty this.
-WIDENED = {torch.bfloat16: torch.float32} if triton.knobs.runtime.interpret else {}
+WIDENED = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 LOG2E = tl.constexpr(1.4426950408889634)
 # e^-104 is 0 in float32: a decay below it is the same reset however deep, and stays finite here for the sums (7.5).
 SMALLEST_LOG_DECAY = tl.constexpr(-128.0)
