@@ -380,7 +380,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
         "lengths": ((H, slots, 2, C), single),
         "pairs": ((HV, slots, 2, C, C), q.dtype),
         "tops": ((HV, slots, 2), single),
-        "within": ((HV, slots, 3, C), single),
+        "within": ((HV, slots, 2, C), single),
         "sums": ((NK, HV, slots, 2 * C + config.BK), single),
     }
     results = {
