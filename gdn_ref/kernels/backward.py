@@ -40,7 +40,7 @@ from .prep import (
     unscaled,
 )
 from .scan import read_tile, rows_of, write_tile
-from .tiles import first_slot, load_rows, power, sequence, store_rows
+from .tiles import ANY_SIZE, first_slot, load_rows, power, sequence, store_rows
 
 # ------------------------------------------------------------------------------------------ what the kernels share
 
@@ -202,14 +202,17 @@ def one_head_of_pairs(
     F *= weight_q[:, None]
     own = tl.where(i[:, None] == i[None, :], F, 0.0)  # of queries and their own keys
     F = F * Gamma + own  # (9.7)
-    J *= Gamma * weight_k[:, None]  # (9.8)
     store_pairs(pairs, tops, 2 * unit, F * beta[None, :], C)
+    X, p_within = F * qk, within + unit * (2 * C) + i
+    J *= Gamma * weight_k[:, None]  # (9.8)
     store_pairs(pairs, tops, 2 * unit + 1, J * beta[None, :], C)
-    X, p_within = F * qk + J * kk, within + unit * (2 * C) + i
+    X += J * kk
     tl.store(p_within + C, tl.sum(X, 0))  # (9.10)
-    across = i[:, None] > i[None, :]
-    later = tl.cumsum(tl.where(across, X, 0.0) * beta[None, :], 0, reverse=True)  # [t, j]: what goes to t and after it
-    tl.store(p_within, tl.sum(tl.where(across, later, 0.0), 1))  # (9.13)
+    DT: tl.constexpr = tl.float32 if pairs.dtype.element_ty == tl.float32 else ANY_SIZE
+    ends = tl.where(i[:, None] <= i[None, :], 1.0, 0.0)  # [t, i]
+    X = tl.where(i[:, None] > i[None, :], X * beta[None, :], 0.0)  # [i, j]
+    later = tl.dot(ends.to(DT), X.to(DT), input_precision="ieee")  # [t, j], over i >= t
+    tl.store(p_within, tl.sum(tl.where(i[:, None] > i[None, :], later, 0.0), 1))  # (9.13)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
