@@ -56,7 +56,7 @@ def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False, oth
         return Backend(name, f"'auto' on a CPU tensor: PyTorch, {'token by token' if decode else 'by chunks'}")
     if obstacle := _obstacle(x, others):
         return Backend(name, f"'auto' on {x.device}: {obstacle}, so PyTorch serves, slower")
-    return Backend("triton", f"'auto' on {x.device}: the Triton kernels")
+    return Backend("triton", f"'auto' on {x.device}: the Triton kernels{_kernels().stand_in(x.device)}")
 
 
 def _obstacle(x: Tensor, others: tuple) -> str | None:

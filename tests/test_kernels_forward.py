@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make test`")
 
-from gdn_ref.kernels import launch, tiles
+from gdn_ref.kernels import calls, launch, tiles
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -451,6 +451,24 @@ def test_H04_unknown_cards_get_safe_configurations():
                 assert found and not any(c.tma for c in found)
 
 
+@pytest.mark.parametrize("name, like", [("sm_89", "sm_80"), ("sm_120", "sm_80"), ("gfx90a", "gfx942")])
+def test_H04_whose_configurations_an_unknown_card_gets_is_said(name, like, monkeypatch):
+    monkeypatch.setattr(launch, "device_of", lambda device: launch.Device(name, 100))
+    note = launch.stand_in(torch.device("cuda", 0))
+    assert name in note and like in note
+    monkeypatch.setattr(launch, "device_of", lambda device: launch.Device(like, 100))
+    assert launch.stand_in(torch.device("cuda", 0)) == ""
+
+
+def test_the_compiler_of_gfx942_is_given_no_segments_of_narrow_keys():
+    """Up to Triton 3.6 it fails on them, up to 3.4 it takes Python along."""
+    config = launch.configs_for("gfx942", 2, 64)[0]
+    for K, cut in ((64, False), (128, True)):
+        counts = {"programs": 16, "chunks": 512, "K": K, "itemsize": 2}
+        assert (launch.choose_segments(launch.Device("gfx942", 304), config, **counts) > 1) == cut
+
+
+
 # ---------------------------------------------------------------- what a call costs
 
 
@@ -537,6 +555,25 @@ def test_S11_tokens_beyond_two_to_the_31(name):
     x["g"], x["beta"] = x["g"].half(), x["beta"].half()
     expected, found = forward(x), forward(far_apart(x, name))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["q", "v", "g"])
+def test_S11_a_chunk_beyond_two_to_the_31(name):
+    """Offsets within a chunk have 32 bits: what is further apart is copied."""
+    x = h.make(33, 1, 1, 16, 16, dtype=torch.float16)
+    x["g"], x["beta"] = x["g"].half(), x["beta"].half()
+    expected, found = forward(x), forward(far_apart(x, name, stride=2**26))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_rows_unevenly_apart_are_copied():
+    """A head's numbers that begin at multiples of 16 bytes but not of 16 elements cost a kernel an address each."""
+    whole = h.make(20, 1, 1, 16, 24, dtype=HALF)["v"]
+    assert calls.by_token(whole) is whole  # no copy would be better
+    fused = torch.zeros(1, 20, 2 * 16 + 8, dtype=HALF)
+    q = fused[..., :16].unflatten(-1, (1, 16))
+    assert calls.by_token(q).is_contiguous() and not q.is_contiguous()
+    assert calls.by_token(torch.zeros(1, 20, 48, dtype=HALF)[..., 16:32].unflatten(-1, (1, 16))).stride(1) == 48
 
 
 @on_gpu

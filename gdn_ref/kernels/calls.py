@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from .tiles import INTERPRETED, WIDENED
 
+FARTHEST = 2**25  # elements from token to token: 64 of them, a chunk, are 2^31
 # Plans are small, but a server sees a new number of tokens in every call.
 MOST_PLANS = 4096
 
@@ -170,12 +171,16 @@ def recalled_or_made(plans: dict, kind: tuple, make: Callable):
 
 
 def by_token(x: Tensor) -> Tensor:
-    """x [B, T, ...] such that tokens, of all rows of the batch, lie at even distances and each one's numbers lie
-    together: itself wherever that is so (a view of one fused projection too), else a copy."""
-    inner = x.stride()[2:]
+    """x [B, T, ...] such that tokens, of all rows of the batch, lie at equal distances and each one's numbers lie
+    together: itself wherever that is so (a view of one fused projection too), else a copy. A copy also where rows of
+    multiples of 16 elements are no such multiple apart, which costs kernels more, and where 32 bits would not count a
+    chunk's elements."""
+    (rows, tokens), inner, apart = x.shape[:2], x.shape[2:], x.stride(1)
     wanted = (x.shape[3], 1) if x.dim() == 4 else (1,)
-    together = all(n == 1 or s == w for n, s, w in zip(x.shape[2:], inner, wanted, strict=True))
-    return x if together and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
+    together = all(n == 1 or s == w for n, s, w in zip(inner, x.stride()[2:], wanted, strict=True))
+    as_well = x.dim() == 3 or apart % 16 == 0 or math.prod(inner) % 16
+    equal = rows == 1 or x.stride(0) == tokens * apart
+    return x if together and equal and as_well and apart < FARTHEST else x.contiguous()
 
 
 def arrange(q: Tensor, k: Tensor, v: Tensor, g, beta, cu_seqlens) -> tuple:

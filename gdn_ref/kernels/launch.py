@@ -69,18 +69,21 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # CDNA3 has 64 KB of shared memory and twice the registers.
     "gfx942": {(2, False): (Config(64, 32, 4, 1, False),), (2, True): (Config(32, 32, 4, 1, False),), **FP32},
 }
-SAFE = CONFIGS["gfx942"]  # for anything else: it asks for the least
+
+
+def in_table(architecture: str) -> str:
+    """Itself if the tables of configurations have it; else the one of its maker that asks a card for the least."""
+    return architecture if architecture in CONFIGS else "sm_80" if architecture.startswith("sm_") else "gfx942"
 
 
 def configs_for(architecture: str, itemsize: int, K: int) -> tuple[Config, ...]:
-    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide; safe ones for an
-    architecture that is not in the table."""
-    return CONFIGS.get(architecture, SAFE)[itemsize, K > 128]
+    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide."""
+    return CONFIGS[in_table(architecture)][itemsize, K > 128]
 
 
 def configurations(architecture: str) -> list[Config]:
     """All configurations that can be selected on an architecture, each once."""
-    return list(dict.fromkeys(c for configs in CONFIGS.get(architecture, SAFE).values() for c in configs))
+    return list(dict.fromkeys(c for configs in CONFIGS[in_table(architecture)].values() for c in configs))
 
 
 class Device(NamedTuple):
@@ -100,6 +103,12 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     name = getattr(properties, "gcnArchName", "").partition(":")[0] if torch.version.hip else ""
     return Device(name or f"sm_{properties.major}{properties.minor}", properties.multi_processor_count)
+
+
+def stand_in(device: torch.device) -> str:
+    """What is to be said of a card that is not in the tables; nothing of one that is."""
+    name = device_of(device).architecture
+    return "" if name in CONFIGS else f", cut as for {in_table(name)}: nobody has chosen for {name} yet"
 
 
 def power_of_two(n: int) -> int:
@@ -127,10 +136,12 @@ def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return hopper_scan is not None and fits and all(x.shape[1] * x.stride(1) < 2**34 for x in (q, k, v))
 
 
-def registers(device: Device, itemsize: int, K: int, norm: bool) -> dict[str, int]:
+def registers(device: Device, itemsize: int, K: int, norm: bool, even: bool = True) -> dict[str, int]:
     """What limits the registers of prepare_kernel, if anything: rows that are squared take four more than let three
-    programs run side by side on a Hopper processor, and two take a third longer."""
-    return {"maxnreg": 168} if norm and itemsize == 2 and K <= 128 and device.architecture == "sm_90" else {}
+    programs run side by side on a Hopper processor, and two take a third longer. Rows that are not even, 16 elements
+    and so many times 16 apart, have an address for each element, which take all there are."""
+    limited = norm and even and itemsize == 2 and K <= 128 and device.architecture == "sm_90"
+    return {"maxnreg": 168} if limited else {}
 
 
 def choose_segments(device: Device, config: Config, programs: int, chunks: int, K: int, itemsize: int) -> int:
@@ -138,6 +149,7 @@ def choose_segments(device: Device, config: Config, programs: int, chunks: int, 
     of a segment of a head that remembers costs as much again as the scan of it, and every segment composes those before
     it."""
     fits = itemsize == 2 and config.BV <= power_of_two(K) <= 128
+    fits &= K > 64 or not device.architecture.startswith("gfx")  # whose compiler fails, up to Triton 3.6
     if programs * 2 > device.processors or chunks < 64 or not fits:
         return 1
     return max(1, min(device.processors // programs, chunks // 16))
@@ -367,7 +379,7 @@ def make_plan(
         (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
         segments > 1 or (kept and not packed),  # the backward pass may cut segments where this one does not
         gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
-        **registers(device, q.element_size(), K, use_qk_l2norm),
+        **registers(device, q.element_size(), K, use_qk_l2norm, even=q_ % 16 == k_ % 16 == 0),
     )  # fmt: skip
     flags = packed, initial is not None, output_final_state, state_v_first
     sizes, shape = (T, slots, segments, length), (H, HV, K, V, C, BK, config.BV)
@@ -442,7 +454,7 @@ def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma, gluon) 
 def compile_targets(architecture: str) -> list[CompileTarget]:
     """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
     targets = []
-    for itemsize, wide in SAFE:
+    for itemsize, wide in CONFIGS[in_table(architecture)]:
         configs = configs_for(architecture, itemsize, 256 if wide else 128)
         for config in configs:
             how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128

@@ -89,13 +89,11 @@ CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     },
 }
 WIDEST_KEPT = 128  # keys
-SAFE = CONFIGS["gfx942"]  # for anything else: it asks for the least
 
 
 def configs_for(architecture: str, itemsize: int, K: int) -> tuple[Config, ...]:
-    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide; safe ones for an
-    architecture that is not in the table."""
-    return CONFIGS.get(architecture, SAFE)[itemsize, K > 128]
+    """The configurations that can be selected for inputs of `itemsize` bytes and keys K wide."""
+    return CONFIGS[launch.in_table(architecture)][itemsize, K > 128]
 
 
 def choose_config(device: Device, itemsize: int, K: int, V: int, head_sequences: int, packed: bool) -> Config:
@@ -401,7 +399,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
 def compile_targets(architecture: str) -> list[CompileTarget]:
     """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
     targets = []
-    for itemsize, wide in SAFE:
+    for itemsize, wide in CONFIGS[launch.in_table(architecture)]:
         configs = configs_for(architecture, itemsize, 256 if wide else 128)
         how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
         for config, forward in zip(configs, launch.configs_for(architecture, itemsize, how[1]), strict=True):
