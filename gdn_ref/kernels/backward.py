@@ -116,9 +116,9 @@ def states_kernel(
         end = tl.load(p_factors + END * C)
         # compute and store
         write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
-        U = tl.dot(b_S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-        W, top = sized(tl.trans(b_v).to(tl.float32) - read[None, :] * U, b_A)  # (5.4)
-        b_E = tl.dot(W, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (5.3)
+        KS = tl.dot(b_S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
+        Y, top = sized(tl.trans(b_v).to(tl.float32) - read[None, :] * KS, b_A)  # (5.4)
+        b_E = tl.dot(Y, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (9.3)
         b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
         write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
 

@@ -1,7 +1,7 @@
 """scan_kernel of scan.py for Hopper, in Gluon: heads 128 wide, bfloat16. A twin, of the same equations.
 
 What plain Triton does not let one say is said here: products that do not depend on each other are in flight together,
-and what the next state does not need is done while that state is made. A step is a chain of three products, K S, A W
+and what the next state does not need is done while that state is made. A step is a chain of three products, K S, A Y
 and the new state; Q S runs behind the first, P E ahead of the last. Above their diagonals A and P are 0, which is not
 fetched.
 """
@@ -146,7 +146,7 @@ def hopper_scan_kernel(
         # compute and store
         state = S.to(dtype)
         left = gl.convert_layout(state, LEFT)
-        U = warpgroup_mma(left, b_k.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
+        KS = warpgroup_mma(left, b_k.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
         O = warpgroup_mma(left, b_q.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
         if KEEP:
             b_S.store(state)
@@ -154,13 +154,13 @@ def hopper_scan_kernel(
             store_rows(kept_S + chunk.to(gl.int64) * (V * K), K, BV, b_S, WARPS)
         numbers = b_factors.index(stage)
         read = numbers.slice(READ, 1).load(TOKENS)
-        b_W = b_v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
-        U, left = warpgroup_mma_wait(1, deps=[U, left])
-        W = gl.convert_layout((b_W - read * U).to(tiles.dtype.element_ty), LEFT)  # (5.4)
-        E = warpgroup_mma(W, b_A.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)  # (5.3)
+        b_Y = b_v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
+        KS, left = warpgroup_mma_wait(1, deps=[KS, left])
+        Y = gl.convert_layout((b_Y - read * KS).to(tiles.dtype.element_ty), LEFT)  # (5.4)
+        E = warpgroup_mma(Y, b_A.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)  # (9.3)
         write = numbers.slice(WRITE, 1).load(TOKENS)
         S *= end
-        E, O, W, left = warpgroup_mma_wait(0, deps=[E, O, W, left])
+        E, O, Y, left = warpgroup_mma_wait(0, deps=[E, O, Y, left])
         b_E = gl.convert_layout(E.to(tiles.dtype.element_ty), LEFT)
         PE = warpgroup_mma(b_E, b_P.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)
         late = gl.convert_layout((E * write).to(dtype), LEFT_OF_STATE)

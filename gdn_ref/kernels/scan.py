@@ -3,17 +3,18 @@
 Everything is transposed, S^T [V, K]: rows of V are then the long side of every product, and what a product leaves in
 registers is the left operand of the next one. With the factors of prep.py (A and P carry beta on the right):
 
-    E = A (V - diag(gamma) K S)      the errors, one row a token                                   (5.3), (5.4)
+    E = A (V - diag(gamma) K S)      the errors, one row a token                                   (9.3), (5.4)
     O = scale diag(gamma) Q S + P E                                                                       (5.5)
     S <- gamma_C S + K^T diag(beta gamma_C/gamma) E                                                       (5.6)
 
 No factor W is ever formed.
 
 The products with A and P take float16, which is eight times finer than bfloat16 where correlated keys make that matter,
-but holds nothing above 65504 and is coarse below 1e-4. Taking the size out of every row of W, as prep.py does with P,
-costs a tenth of the time and is hardly ever needed: so a first pass goes without, looks at the state it ends with, and
-if that is no number, or so small that digits may have been lost, leaves the program to a second pass, which takes sizes
-out. A number that was too large makes the state NaN for good, so that none is missed.
+but holds nothing above 65504 and is coarse below 1e-4. Taking the size out of every row of Y = V - diag(gamma) K S, as
+prep.py does with P, costs a tenth of the time and is hardly ever needed: so a first pass goes without, looks at the
+state it ends with, and if that is no number, or so small that digits may have been lost, leaves the program to a second
+pass, which takes sizes out: of float16 inputs also those of the state and of what is written to it. A number that was
+too large makes the state NaN for good, so that none is missed.
 """
 
 import triton
@@ -62,18 +63,34 @@ def write_tile(x, row, stride, length, width, tile, BR: tl.constexpr, BC: tl.con
 
 
 @triton.jit
+def as_operand(x, y, SIZED: tl.constexpr):
+    """x [M, N] in the dtype of y, which it meets in a product, and what is left to multiply its rows by: if SIZED their
+    sizes [M, 1], where that dtype is float16, which holds no numbers of any size; else 1."""
+    size = 1.0
+    if SIZED and y.dtype == tl.float16:
+        x, top = unscaled(x)
+        size = top[:, None]
+    return x.to(y.dtype), size
+
+
+@triton.jit
 def step(S, b_k, b_v, b_A, read, write, end, SCALED: tl.constexpr = True):
     """One chunk: from the state S^T [BV, K] before it the state after it, and the errors of its tokens as E^T [BV, C],
-    with what is left to multiply them by: if SCALED, E is that of rows of W of largest entry 1, and [BV, 1] their
+    with what is left to multiply them by: if SCALED, E is that of rows of Y of largest entry 1, and [BV, 1] their
     sizes."""
-    U = tl.dot(S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-    W, size = tl.trans(b_v).to(tl.float32) - read[None, :] * U, 1.0  # (V - diag(gamma) K S)^T   (5.4)
+    b_S, height = as_operand(S, b_k, SCALED)
+    KS = tl.dot(b_S, tl.trans(b_k), input_precision="ieee") * height
+    Y, size = tl.trans(b_v).to(tl.float32) - read[None, :] * KS, 1.0  # (V - diag(gamma) K S)^T   (5.4)
     if SCALED:
-        W, top = unscaled(W)
+        Y, top = unscaled(Y)
         size = top[:, None]
-    E = tl.dot(W.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (5.3)
-    late = (E * (size * write[None, :])).to(b_k.dtype)
-    return tl.dot(late, b_k, acc=S * end, input_precision="ieee"), E, size  # (5.6)
+    E = tl.dot(Y.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (9.3)
+    late, width = as_operand(E * (size * write[None, :]), b_k, SCALED)
+    if SCALED and b_k.dtype == tl.float16:
+        S = S * end + tl.dot(late, b_k, input_precision="ieee") * width  # (5.6)
+    else:
+        S = tl.dot(late, b_k, acc=S * end, input_precision="ieee")  # (5.6)
+    return S, E, size
 
 
 @triton.jit
@@ -97,13 +114,13 @@ def carry(
         read, write, query, score = load_factors(p_chunk, C)
         end = tl.load(p_chunk + END * C)
         # compute
-        b_S = S.to(b_k.dtype)
+        b_S, height = as_operand(S, b_q, SCALED)
         if KEEP:
-            write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
+            write_tile(m_S, row_S, BK, NT * VP, BK, S.to(b_k.dtype), BV, BK, TMA)
         S, E, size = step(S, b_k, b_v, b_A, read, write, end, SCALED)
         if KEEP:
             write_tile(m_E, row, VP, NT * C, BV, tl.trans((E * size).to(b_k.dtype)), C, BV, TMA)
-        O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * query[None, :]
+        O = tl.dot(b_S, tl.trans(b_q), input_precision="ieee") * (height * query[None, :])
         O += tl.dot(E.to(b_P.dtype), tl.trans(b_P), input_precision="ieee") * (size * score[None, :])  # (5.5)
         # store
         write_tile(m_o, row, o_stride, L, width, tl.trans(O.to(b_v.dtype)), C, BV, TMA)
@@ -115,12 +132,16 @@ def compose(S, m_R, row, length, B, BK: tl.constexpr, TMA: tl.constexpr):
     """S R + B: the state across a segment, from its affine map (10.1). R is the sum of two halves, one below the other
     from a row of m_R on."""
     b_R = read_tile(m_R, row, BK, length, BK, BK, BK, TMA)  # in another order Triton 3.6 does not compile it
+    size = 1.0
+    if b_R.dtype == tl.float16:  # which holds no numbers of any size
+        S, top = unscaled(S)
+        size = top[:, None]
     high = S.to(b_R.dtype)
     low = (S - high.to(tl.float32)).to(b_R.dtype)
     S = tl.dot(high, b_R, input_precision="ieee")
     S = tl.dot(low, b_R, acc=S, input_precision="ieee")
     b_R = read_tile(m_R, row + BK, BK, length, BK, BK, BK, TMA)
-    return tl.dot(high, b_R, acc=S, input_precision="ieee") + tl.load(B)
+    return tl.dot(high, b_R, acc=S, input_precision="ieee") * size + tl.load(B)
 
 
 @triton.jit
