@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 WIDTH, CHUNK = 128, 64  # K = V; the chunk that the FLOPs are counted for
 OPS = ("fwd", "decode", "fwdbwd", "cpu_call", "cold_fwd", "cold_decode", "cold_fwdbwd")
-OURS = ("gdn_ref", "gdn_ref_recompute")  # the second one makes states again for the backward pass: less memory
+OURS = ("gdn_ref", "gdn_ref_recompute")  # the second makes states again: less held from forward to backward
 
 
 class Shape(NamedTuple):
