@@ -34,6 +34,12 @@ BARE_TEXT = """() => {
     return page.textContent;
 }"""
 BROKEN_IMAGES = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+# What displays' boxes do not show: where a display is wider than its box, and where it begins left of it, out of reach.
+DISPLAYS = """() => [...document.querySelectorAll('article div.math')].map(box => {
+    const [inner, outer] = [box.querySelector('mjx-container'), box].map(x => x.getBoundingClientRect());
+    return [box.textContent.trim().slice(0, 40), inner.width - outer.width, outer.left - inner.left];
+}).filter(([, wider, before]) => """
+TOO_WIDE, OUT_OF_REACH = DISPLAYS + "wider > 1)", DISPLAYS + "before > 1)"
 FITS = "() => document.documentElement.scrollWidth <= window.innerWidth"
 BRIGHTNESS = """() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"""
 
@@ -128,8 +134,12 @@ def test_page(address, browser, name, mode):
         assert page.locator("html").get_attribute("data-theme") == mode
         assert (sum(page.evaluate(BRIGHTNESS)) > 3 * 128) == (mode == "light")
         assert page.evaluate(FITS)
+        assert page.evaluate(TOO_WIDE) == []
+        page.set_viewport_size({"width": 1000, "height": 900})  # a column of 736 pixels
+        assert page.evaluate(TOO_WIDE) == []
         page.set_viewport_size({"width": 390, "height": 844})  # a telephone
         assert page.evaluate(FITS)
+        assert page.evaluate(OUT_OF_REACH) == []
 
 
 @pytest.mark.parametrize("name", PAGES[1:])
