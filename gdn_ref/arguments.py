@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def check_delta_rule(
     for name, x in (("g", g), ("beta", beta)):
         if x is not None:
             check_tensor(name, x, FLOATS, {"B": B, "T": T, "HV": HV}, device=q.device)
-    _check_number("scale", scale)
+    _check_scale(scale)
     check_chunk_size(chunk_size)
     N = check_cu_seqlens(cu_seqlens, T, B)
     state = {"N": N, "HV": HV, "V": V, "K": K} if state_v_first else {"N": N, "HV": HV, "K": K, "V": V}
@@ -203,6 +204,19 @@ def check_backend(backend) -> None:
         raise ValueError(f"backend: found {backend!r}, expected one of {', '.join(map(repr, BACKENDS))}")
 
 
+def check_backend_query(x, others) -> None:
+    """What which_backend is asked about: a tensor x with an axis at least, and further tensors or None."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: found {type(x).__name__}, expected a tensor")
+    if not x.dim():
+        raise ValueError("x: found a tensor without axes, expected the head width as its last one")
+    if not isinstance(others, (tuple, list)):
+        raise TypeError(f"others: found {type(others).__name__}, expected a tuple of tensors or None")
+    for n, other in enumerate(others):
+        if other is not None and not isinstance(other, Tensor):
+            raise TypeError(f"others[{n}]: found {type(other).__name__}, expected a tensor or None")
+
+
 def check_cu_seqlens(cu_seqlens, T: int, B: int) -> int:
     """Check sequence boundaries [N+1] over T tokens; returns N, which is B without them."""
     if cu_seqlens is None:
@@ -244,9 +258,14 @@ def _check_qkv(q, k, v, lead: str, names: tuple[str, ...]) -> Sizes:
     return Sizes(B, lead_sizes[-1], H, HV, K, V, B)
 
 
-def _check_number(name: str, x) -> None:
-    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
-        raise TypeError(f"{name}: found {type(x).__name__}, expected a Python number, or None for K**-0.5")
+def _check_scale(scale) -> None:
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: found {type(scale).__name__}, expected a Python number, or None for K**-0.5")
+    if not abs(scale) <= sys.float_info.max:  # NaN, infinite, or a whole number that no float can hold
+        found = scale if isinstance(scale, float) else "a whole number beyond 1e308"
+        raise ValueError(f"scale: found {found}, expected a finite number, or None for K**-0.5")
 
 
 def _check_gate_parameters(in_kernel: bool, g, A_log, dt_bias, HV: int, device: torch.device) -> None:

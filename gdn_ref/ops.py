@@ -9,13 +9,14 @@ import contextlib
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import Sizes, check_backend, check_delta_rule, compute_dtype, readable
+from .arguments import Sizes, check_backend, check_backend_query, check_delta_rule, compute_dtype, readable
 from .chunkwise_backward import chunkwise_gated_delta_rule
 from .gates import l2norm, log_decay, write_strength
 from .recurrent import recurrent_gated_delta_rule
@@ -42,8 +43,10 @@ def which_backend(x: Tensor, backend: str = "auto", *, decode: bool = False, oth
     chunk_gated_delta_rule. others: further inputs, or None, which count like x. Whether a gradient is wanted makes no
     difference: every backend has one.
 
-    Raises ValueError on another name and RuntimeError where the backend asked for cannot serve.
+    Raises TypeError where x or one of the others is no tensor (a device or its name is none), ValueError on another
+    name and RuntimeError where the backend asked for cannot serve.
     """
+    check_backend_query(x, others)
     check_backend(backend)
     if backend in ("torch", "recurrent"):
         return Backend(backend, "asked for by name")
@@ -123,9 +126,9 @@ def chunk_gated_delta_rule(
     g: [B, T, HV], natural-log decay, g <= 0; -inf forgets everything before the token, None decays nothing. With
         use_gate_in_kernel it is the raw gate a, and g = -exp(A_log) * softplus(a + dt_bias) (A_log, dt_bias: [HV]).
     beta: [B, T, HV], write strength; None is 1. With use_beta_sigmoid_in_kernel it is the raw gate b and
-        beta = sigmoid(b), doubled by allow_neg_eigval. beta * |k|^2 must stay below 2 or the recurrence itself
+        beta = sigmoid(b), doubled by allow_neg_eigval. beta * |k|^2 must not exceed 2, or the recurrence itself
         diverges: normalise the keys, here by use_qk_l2norm_in_kernel (x * rsqrt(sum x^2 + 1e-6) on q and k).
-    scale: Python number; K**-0.5 if None.
+    scale: finite Python number; K**-0.5 if None.
     initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; zeros if None; never modified.
     cu_seqlens: [N + 1] int32 or int64, boundaries of N sequences packed into one row (B = 1), on the CPU to save a
         wait for the device. Tokens beyond the last boundary give 0.
@@ -381,6 +384,23 @@ def _recall(tensors: tuple, scale: float | None, options: tuple, differentiated:
         return None
 
 
+def _named_beyond_g(function: Callable) -> Callable:
+    """The function, with the same signature, and a fifth argument by place told why it cannot be one: Python itself
+    only counts them, and beta is what stands there in chunk_gated_delta_rule."""
+
+    @functools.wraps(function)
+    def called(*args, **named):
+        if len(args) > 4:
+            raise TypeError(
+                f"{function.__name__}: found {len(args)} arguments by place, expected q, k, v and g, and everything "
+                "beyond them by name: beta=beta (flash-linear-attention's fifth is another decay, gk)"
+            )
+        return function(*args, **named)
+
+    return called
+
+
+@_named_beyond_g
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

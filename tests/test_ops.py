@@ -155,6 +155,17 @@ def test_unknown_names_are_type_errors():
             op(x["q"], x["k"], x["v"], x["g"], x["beta"], inital_state=x["initial_state"])
 
 
+def test_a_fifth_argument_by_place_is_told_why_it_cannot_be_one():
+    """g and beta follow each other in the other function; here Python itself would only count the arguments."""
+    x = make(4)
+    tokens = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    with pytest.raises(TypeError, match="found 5 arguments by place, expected q, k, v and g.* beta=beta.*gk"):
+        fused_recurrent_gated_delta_rule(*tokens)
+    assert_close(
+        {"o": fused_recurrent_gated_delta_rule(*tokens[:4], beta=tokens[4])[0]}, {"o": recurrence(*tokens)[0]}
+    )
+
+
 def test_all_lists_names_that_exist():
     assert all(hasattr(gdn_ref, n) for n in gdn_ref.__all__) and len(set(gdn_ref.__all__)) == len(gdn_ref.__all__)
 
@@ -338,6 +349,14 @@ def test_wrong_scale(scale, op):
         op(**good(), scale=scale)
 
 
+@on_forms
+@pytest.mark.parametrize("scale", [NAN, float("inf"), float("-inf"), 10**400], ids=["nan", "inf", "-inf", "huge"])
+def test_a_scale_that_is_not_finite(scale, op):
+    """It would make every number NaN or infinite, far from where it came from; a host number costs no wait."""
+    with pytest.raises(ValueError, match=r"^scale: found .*, expected a finite number"):
+        op(**good(), scale=scale)
+
+
 def test_an_integer_scale_is_a_number():
     x = make(9)
     assert_close(run(chunk, x, scale=2), reference(x, scale=2.0))
@@ -414,6 +433,30 @@ def test_unknown_backend_lists_the_known(op):
     with pytest.raises(ValueError, match="backend") as error:
         op(**good(), backend="cuda")
     says(error, "cuda", "auto", "triton", "torch", "recurrent")
+
+
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        (("cuda",), "x: found str, expected a tensor"),
+        ((torch.device("cpu"), "torch"), "x: found device, expected a tensor"),
+        ((None, "triton"), "x: found NoneType, expected a tensor"),
+    ],
+)
+def test_which_backend_names_what_is_no_tensor(asked, expected):
+    with pytest.raises(TypeError, match=f"^{expected}"):
+        which_backend(*asked)
+
+
+def test_which_backend_names_what_it_cannot_look_at():
+    x = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="^x: found a tensor without axes"):
+        which_backend(x.sum(), "triton")
+    with pytest.raises(TypeError, match=r"^others\[1\]: found str, expected a tensor or None"):
+        which_backend(x, others=(None, "v"))
+    with pytest.raises(TypeError, match="^others: found Tensor, expected a tuple"):
+        which_backend(x, others=x)
+    assert which_backend(x, others=(None, x)).name == "torch"
 
 
 @pytest.mark.parametrize("op", [chunk, fused], ids=["chunk", "fused"])
@@ -743,7 +786,9 @@ def test_gate_flag(op):
 
 
 def test_unnormalised_keys_are_documented():
+    """beta = 2 with unit keys is a reflection, and allowed: the bound is not a strict one."""
     text = inspect.getdoc(chunk_gated_delta_rule)
+    assert "must not exceed 2" in text and "below 2" not in text
     assert "beta" in text and ("norm" in text or "‖" in text) and "2" in text and "diverge" in text
 
 
