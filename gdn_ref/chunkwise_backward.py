@@ -268,8 +268,9 @@ def chunkwise_gated_delta_rule(
 
     Kept for the gradient: of every chunk the state before it and four [C, C] matrices, of every token its error.
     """
-    if not v.numel():  # no token: two results that have nothing to do with each other
-        return v.to(initial_state.dtype), initial_state.clone()
+    if not v.shape[1]:
+        q, k, v = (x.to(initial_state.dtype) for x in (q, k, v))
+        return recurrent_gated_delta_rule(q, k, v, g, beta, scale, initial_state)
     tensors = q, k, v, g, beta, initial_state
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return ChunkwiseDeltaRule.apply(q, k, v, g, beta, scale, initial_state, cu_seqlens, chunk_size)

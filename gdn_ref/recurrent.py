@@ -53,9 +53,11 @@ def recurrent_gated_delta_rule(
     _warn_of_training_memory(q, k, v, g, beta, initial_state)
     groups = v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(groups, dim=2) for x in (q * scale, k))  # [B,T,HV,K]
+    bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    if not bounds[-1]:
+        return _nothing(q, k, v, g, beta, initial_state)
     if cu_seqlens is None:
         return _run(q, k, v, g, beta, initial_state)
-    bounds = cu_seqlens.tolist()
     runs = [
         _run(*(x[:, start:end] for x in (q, k, v, g, beta)), initial_state[n : n + 1])
         for n, (start, end) in enumerate(itertools.pairwise(bounds))
@@ -71,6 +73,14 @@ def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
         o, state = recurrent_step(*token, state)
         outputs.append(o)
     return Step(torch.stack(outputs, 1), state) if outputs else Step(v, state.clone())
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> Step:
+    """What no token gives, made of every input all the same, so that each has a gradient, of zeros; o and the states
+    have nothing to do with each other, so that either can be differentiated by itself."""
+    empty = (x[:, :0] for x in (q, k, v, g, beta))
+    o = recurrent_step(*empty, initial_state.sum(0, keepdim=True)[:, None]).o  # [B,0,HV,V]
+    return Step(torch.cat([o, v.new_zeros(v.shape)], 1), initial_state.clone())
 
 
 def _warn_of_training_memory(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:

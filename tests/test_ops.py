@@ -663,6 +663,71 @@ def test_no_tokens_can_be_differentiated(op):
     assert torch.equal(leaves["initial_state"].grad, torch.ones_like(S))
 
 
+def raw_flags(x, gates_in_kernel):
+    """The inputs with gate parameters and the flags that go with them, or as they are."""
+    if not gates_in_kernel:
+        return x, {}
+    x = x | {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
+    return x, {
+        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+
+
+def no_token_gradients(op, lengths, gates_in_kernel, state_v_first):
+    """Of every input by itself and of all, for o and for the state, where no sequence has a token; the upstream
+    gradient of the state."""
+    x = make(0 if lengths is None else sum(lengths), 1, 2, 16, 24, B=2 if lengths is None else 1, lengths=lengths)
+    x, flags = raw_flags(where_triton_runs(x), gates_in_kernel)
+    if state_v_first:
+        x["initial_state"], flags["state_v_first"] = x["initial_state"].mT.contiguous(), True
+    names = [n for n, t in x.items() if t.is_floating_point()]
+    for wanted in (*([n] for n in names), names):
+        leaves = {n: t.detach().requires_grad_(n in wanted) if n in names else t for n, t in x.items()}
+        o, S = op(**leaves, **flags)
+        assert o.shape == x["v"].shape and torch.equal(S, x["initial_state"])
+        inputs = [leaves[n] for n in wanted]
+        upstream = torch.ones_like(o), torch.randn_like(S)
+        results = [(y, d) for y, d in zip((o, S), upstream, strict=True) if y.requires_grad]
+        assert results[0][0] is o, "o is made of every input"
+        # no allow_unused: an input without a gradient is an error
+        outputs, gradients = zip(*results, strict=True)
+        found = torch.autograd.grad(outputs, inputs, gradients)
+        for name, leaf, d in zip(wanted, inputs, found, strict=True):
+            assert d.shape == leaf.shape and d.dtype == leaf.dtype
+            assert torch.equal(d, upstream[1]) if name == "initial_state" else not d.any(), name
+
+
+@on_forms
+@pytest.mark.parametrize("lengths", [None, (0,), (0, 0, 0)], ids=["dense", "packed", "packed-3"])
+@pytest.mark.parametrize("state_v_first", [False, True], ids=["KV", "VK"])
+@pytest.mark.parametrize("gates_in_kernel", [False, True], ids=["gates", "raw"])
+def test_no_tokens_give_every_input_a_gradient_of_zeros(lengths, state_v_first, gates_in_kernel, op):
+    """As the kernels do: whoever asks torch.autograd.grad for it does not have to know how many tokens there were."""
+    no_token_gradients(op, lengths, gates_in_kernel, state_v_first)
+
+
+@on_forms
+def test_no_tokens_have_a_second_derivative(op):
+    x = {n: t.requires_grad_() for n, t in make(0, 1, 2, dtype=torch.float64).items()}
+    o, S = op(**x)
+    d = torch.autograd.grad(o.sum() + S.square().sum(), list(x.values()), create_graph=True)
+    (again,) = torch.autograd.grad(d[-1].sum(), x["initial_state"])
+    assert torch.equal(again, torch.full_like(again, 2.0))
+
+
+@on_forms
+def test_tokens_of_no_sequence_give_every_input_a_gradient_of_zeros(op):
+    """Sequences of no token in a row that has some: nothing is computed of them, NaN or not."""
+    for lengths in ((0, 0), ()):
+        x = make(5, 1, 2, 8, 6)
+        x |= {n: torch.full_like(x[n], NAN) for n in ("q", "k", "v", "g", "beta")}
+        x |= {"initial_state": torch.rand(len(lengths), 2, 8, 6)}
+        leaves = {n: t.requires_grad_() for n, t in x.items()}
+        o, S = op(**x, cu_seqlens=offsets(lengths))
+        found = torch.autograd.grad(o.sum() + S.sum(), list(leaves.values()))
+        assert not o.any() and not any(d.any() for d in found[:-1]) and (found[-1] == 1).all()
+
+
 @on_forms
 def test_empty_batch(op):
     x = {n: t[:0] for n, t in make(5).items()}
