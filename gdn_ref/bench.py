@@ -414,8 +414,10 @@ def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def recorded(option: str, path: Path, parser: argparse.ArgumentParser) -> dict:
     """The document in a file; ends the command, naming the option, if there is none."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         check_document(document)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        parser.error(f"{option}: found {str(path)!r}, which is not JSON; expected a file that --out wrote")
     except (OSError, ValueError) as error:
         parser.error(f"{option}: {error}")
     return document

@@ -103,6 +103,8 @@ def limit_ms(cost: tuple[int, int], limits: dict) -> float:
 
 def check_document(document: dict) -> None:
     """Raise ValueError, naming the place, unless the document is one that `bench` writes."""
+    if not isinstance(document, dict):
+        raise ValueError(f"found a {type(document).__name__}, expected the JSON document that --out writes")
     for field, kind in dict(device=str, torch=str, date=str, versions=dict, limits=dict, rows=list).items():
         if not isinstance(document.get(field), kind):
             raise ValueError(f"{field}: found {document.get(field)!r:.60}, expected a {kind.__name__}")

@@ -16,7 +16,7 @@ Each command below does one of the things this project is for.  Try, in this ord
   python -m gdn_ref prove --chapter 1     the first chapter's identities, in about a second
   python -m gdn_ref prove                 the whole book's algebra
   python -m gdn_ref demo                  train a small model and hold every form of the algorithm against float64
-  python -m gdn_ref check                 hold this package, or --impl anybody's, against the definition: a minute
+  python -m gdn_ref check                 hold this package, or --impl anybody's, against the definition: seconds
   python -m gdn_ref vectors DIR           test vectors for a port in another language
   python -m gdn_ref bench                 time it beside every other implementation that is there; needs a GPU
 """

@@ -292,8 +292,9 @@ def test_without_a_gpu_it_says_so(capsys):
     (["--batches", "0"], "--batches and --budget: expected positive numbers"),
     (["--budget", "0"], "--batches and --budget: expected positive numbers"),
     (["--draw", "nowhere.json"], "--draw: "),
-    (["--draw", __file__], "--draw: "),
-    (["--markdown", __file__], "--markdown: "),
+    (["--draw", __file__], "which is not JSON; expected a file that --out wrote"),
+    (["--markdown", __file__], f"--markdown: found {__file__!r}, which is not JSON; expected a file that --out wrote"),
+    (["--markdown", sys.executable], "which is not JSON; expected a file that --out wrote"),
 ])
 def test_bad_arguments_give_two(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -309,6 +310,10 @@ def test_a_broken_recording_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--draw", str(tmp_path / "run.json")])
     assert "--draw: rows[0].op: found 'forward'" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--markdown", str(tmp_path / "run.json")])
+    assert "--markdown: found a list, expected the JSON document that --out writes" in capsys.readouterr().err
 
 
 def test_a_recording_is_drawn_without_a_gpu(tmp_path, capsys):

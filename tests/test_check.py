@@ -387,6 +387,17 @@ def test_help_teaches(capsys):
     assert stopped.value.code == 0
     for words in ("--impl mypackage.ops:gdn", "what the verdicts mean", "not offered", "exit status", "flashinfer"):
         assert words in text
+    for name, meaning in FEATURES.items():
+        assert re.search(rf"^(features:)? +{name} +{re.escape(meaning)}$", text, re.M), name
+    [named] = re.findall(r'--property (\w+) "([^"]+)"', text)
+    assert set(named) <= {p.name for p in suite.PROPERTIES}
+    assert 'in quotes, such as "gradients, packing"' in " ".join(text.split())
+
+
+def test_names_with_commas_can_be_told_from_the_commas_between_them():
+    with pytest.raises(ValueError) as error:
+        suite.choose(["x"])
+    assert re.findall(r"'([^']+)'", str(error.value)) == ["x", *(p.name for p in suite.PROPERTIES)]
 
 
 def test_list_runs_nothing(capsys, monkeypatch):
@@ -398,13 +409,15 @@ def test_list_runs_nothing(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        (["--property", "nonsense"], "--property: found 'nonsense', expected one of agreement"),
+        (["--property", "nonsense"], "--property: found 'nonsense', expected one of 'agreement', "),
+        (["--property", "gradients,", "packing"], "found 'gradients,', expected one of 'agreement', "),
         (["--device", "cuda:77"], "--device: found 'cuda:77', which PyTorch cannot use"),
         (["--device", "abacus"], "--device: found 'abacus'"),
         (["--quick", "--full"], "not allowed with"),
         (["--without", "wings"], "invalid choice: 'wings'"),
         (["--width", "128"], "--width: found '128', expected two numbers, such as 128x128"),
         (["--heads", "2/none"], "--heads: found '2/none', expected two numbers"),
+        (["--heads", "3/4"], "--heads: found '3/4', expected H/HV with HV a multiple of H, such as 2/4"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )

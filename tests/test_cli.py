@@ -23,6 +23,7 @@ def test_help_teaches_without_loading_demo(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gdn_ref.demo", None)  # importing it now raises
     text = help_of(capsys)
     assert "python -m gdn_ref prove --chapter 1" in text and "python -m gdn_ref demo" in text
+    assert "against the definition: seconds" in text and "a minute" not in text
     text = help_of(capsys, "prove")
     assert "examples:" in text and "--chapter 5" in text and "What the verdicts mean" in text
 

@@ -15,6 +15,7 @@ from . import report, suite
 from .adapters import ADAPTERS, BUILT_IN, OURS
 from .records import BOUNDS, FEATURES, Report
 
+FEATURE_LINES = f"\n{'':<14}".join(f"{name:<14}{meaning}" for name, meaning in FEATURES.items())
 EXAMPLES = f"""\
 examples:
   python -m gdn_ref check                                      ours: by chunks, token by token, over a pool
@@ -22,7 +23,7 @@ examples:
   python -m gdn_ref check --impl fla transformers --json r.json    two peers that are installed
   python -m gdn_ref check --impl my.port:prefill --adapter flashinfer --without gradients
   python -m gdn_ref check --impl my.cuda:gdn --dtype bfloat16 --width 128x128 --heads 2/4     what it takes, and no more
-  python -m gdn_ref check --property agreement packing --full  two properties, all their cases
+  python -m gdn_ref check --property packing "gradients, packing" --full    two properties, all their cases
   python -m gdn_ref check --list                               what is checked, why, and the chapter that shows it
 
 what the verdicts mean:
@@ -39,7 +40,7 @@ adapters:     fla           f(q, k, v, g, beta, scale=, initial_state=, output_f
               flashinfer    packed [T,H,K], g is alpha = e^g, state [N,HV,V,K]
               pymllm        f(q, k, v, a, b, A_log, dt_bias, state_pool, cache_indices, cu_seqlens) -> o
               step          one token: f(q, k, v, g, beta, state) -> (o, state)
-features:     {", ".join(FEATURES)}
+features:     {FEATURE_LINES}
 
 exit status:  0 everything on offer passed, 1 something failed or could not be loaded, 2 it could not be run
 """
@@ -57,12 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(BOUNDS), metavar="NAME",
                         help="the only dtypes of q, k, v that it takes; most cases run in the first")
     parser.add_argument("--width", nargs="+", type=pair("x"), metavar="KxV", help="the only widths that it takes")
-    parser.add_argument("--heads", nargs="+", type=pair("/"), metavar="H/HV", help="the only heads to ask it for")
+    parser.add_argument("--heads", nargs="+", type=heads, metavar="H/HV",
+                        help="the only heads to ask it for, of keys and of values, HV a multiple of H")
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="well under a minute on two cores; the default on a CPU")
     level.add_argument("--full", action="store_true", help="more lengths, widths and dtypes; the default on a GPU")
     parser.add_argument("--device", help="where to run, such as cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--property", nargs="+", default=[], metavar="NAME", help="only these; see --list")
+    parser.add_argument("--property", nargs="+", default=[], metavar="NAME",
+                        help='only these, a name with spaces in quotes, such as "gradients, packing"; see --list')
     parser.add_argument("--list", action="store_true", help="print the properties and run nothing")
     for name, what in (("json", "everything"), ("junit", "XML for a test dashboard"), ("html", "a page to read")):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"also write a report: {what}")
@@ -110,6 +113,14 @@ def pair(between: str) -> Callable[[str], tuple[int, int]]:
         return int(parts[0]), int(parts[1])
 
     return read
+
+
+def heads(text: str) -> tuple[int, int]:
+    """What reads heads, such as 2/4."""
+    H, HV = pair("/")(text)
+    if HV % H:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected H/HV with HV a multiple of H, such as 2/4")
+    return H, HV
 
 
 def listing(properties: list) -> str:

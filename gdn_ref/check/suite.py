@@ -49,7 +49,7 @@ def choose(names: Iterable[str] = (), full: bool = False) -> list[Property]:
     """The properties of a level, or those named.  ValueError, listing them, if a name is unknown."""
     known = {p.name: p for p in PROPERTIES}
     if unknown := [n for n in names if n not in known]:
-        raise ValueError(f"found {', '.join(map(repr, unknown))}, expected one of {', '.join(known)}")
+        raise ValueError(f"found {', '.join(map(repr, unknown))}, expected one of {', '.join(map(repr, known))}")
     return [p for p in PROPERTIES if p.name in names] if names else [p for p in PROPERTIES if full or not p.full]
 
 
