@@ -45,11 +45,14 @@ def implementations() -> dict:
 
 
 def _fla_naive():
-    """fla/ops/gated_delta_rule/naive.py alone: importing the package would ask for Triton and a GPU driver."""
+    """fla/ops/gated_delta_rule/naive.py alone: importing the package would ask for Triton and a GPU driver. None where
+    there is no such file: any folder or module may bear the name fla."""
     package = importlib.util.find_spec("fla")
-    if package is None:
+    places = (package.submodule_search_locations or ()) if package else ()
+    paths = (Path(place) / "ops/gated_delta_rule/naive.py" for place in places)
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
         return None
-    path = Path(package.submodule_search_locations[0]) / "ops/gated_delta_rule/naive.py"
     spec = importlib.util.spec_from_file_location("fla_naive", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -149,12 +152,19 @@ def _document(functions: dict, rows: list, args) -> dict:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(PACKAGES[name]) for name in functions},
+        "versions": {name: _version(PACKAGES[name]) for name in functions},
         "dtype": "float32",
         "widths": f"K = V = {WIDTH}",
         "rounds": args.rounds,
         "rows": rows,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        return "unknown"
 
 
 def _lines(path: str) -> list[str]:

@@ -787,3 +787,37 @@ def test_a_real_run(tmp_path, capsys):
         assert rows["fwdbwd", text]["peak_MB"] > 0.5  # o and five gradients
     assert 0.1 < document["limits"]["copy_TBps"] < 20 and 10 < document["limits"]["matmul_TFLOPs"] < 5000
     assert rows["cold_decode", bench.SMALL_DECODE]["ms"] > rows["cpu_call", bench.SMALL_DECODE]["ms"]
+
+
+# ---- benchmarks/cpu.py -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpu_script(tmp_path, monkeypatch):
+    """The script, where `fla` can only be what lies in tmp_path."""
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "cpu.py"
+    spec = importlib.util.spec_from_file_location("cpu", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [n for n in sys.modules if n.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    return module
+
+
+@pytest.mark.parametrize("files", [("fla/notes.txt",), ("fla.py",), ("fla/__init__.py",)], ids=" ".join)
+def test_cpu_takes_nothing_else_of_that_name_for_fla(files, cpu_script, tmp_path):
+    """A folder, a module and a package that is another one."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert cpu_script._fla_naive() is None
+
+
+def test_cpu_takes_fla_from_a_checkout(cpu_script, tmp_path):
+    """Without what an installer would know of it."""
+    (tmp_path / "fla/ops/gated_delta_rule").mkdir(parents=True)
+    (tmp_path / "fla/__init__.py").write_text("raise ImportError('no driver')")
+    (tmp_path / "fla/ops/gated_delta_rule/naive.py").write_text("naive_chunk_gated_delta_rule = 'found'")
+    assert cpu_script._fla_naive().naive_chunk_gated_delta_rule == "found"
+    assert cpu_script._version("no-such-package") == "unknown"

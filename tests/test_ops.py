@@ -28,7 +28,7 @@ from helpers import (
 )
 
 import gdn_ref
-from gdn_ref import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, which_backend
+from gdn_ref import arguments, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, which_backend
 
 BACKENDS = ("torch", "recurrent")
 NAN = float("nan")
@@ -406,6 +406,79 @@ def test_mixed_devices_name_both(op):
     with pytest.raises(ValueError) as error:
         op(**(x | {"k": x["k"].to("meta")}))
     says(error, "k", "meta", "cpu")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it lies on a GPU, and counts how often its values are read."""
+
+    device, read = torch.device("cuda", 0), 0
+
+    def tolist(self):
+        type(self).read += 1
+        return torch.Tensor.tolist(self)
+
+
+def asked_of_the_gpu():
+    """{what is checked: a call of the check with values that are not allowed, on a GPU}."""
+
+    def there(values):
+        return torch.Tensor._make_subclass(OnGpu, torch.tensor(values))
+
+    return {
+        "cu_seqlens: found 8 then 4": lambda: arguments.check_cu_seqlens(there([0, 8, 4, 12]), 12, 1),
+        "cu_seqlens: found a first boundary of 1": lambda: arguments.check_cu_seqlens(there([1, 12]), 12, 1),
+        "cu_seqlens: found a last boundary of 13": lambda: arguments.check_cu_seqlens(there([0, 13]), 12, 1),
+        "cache_indices: found slot 3 at 1": lambda: arguments.check_slots(there([0, 3]), 3),
+        "cache_indices: found slot 1 at both 0 and 2": lambda: arguments.check_slots(there([1, -1, 1]), 3),
+        "accepted: found 5 at 1": lambda: arguments.check_accepted(there([1, 5]), there([0, 1]), 4),
+    }
+
+
+@pytest.mark.parametrize("setting", [None, "0", "1"])
+@pytest.mark.parametrize("message", asked_of_the_gpu())
+def test_values_on_a_gpu_are_looked_at_where_that_is_asked_for(message, setting, monkeypatch):
+    """GDN_REF_VALIDATE=1, and nothing else, buys the checks of values there; to read them waits for the device."""
+    monkeypatch.delenv("GDN_REF_VALIDATE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("GDN_REF_VALIDATE", setting)
+    monkeypatch.setattr(OnGpu, "read", 0)
+    wrong = asked_of_the_gpu()[message]
+    if setting == "1":
+        with pytest.raises(ValueError, match=f"^{message}"):
+            wrong()
+        assert OnGpu.read
+    else:
+        wrong()
+        assert not OnGpu.read
+
+
+@pytest.mark.parametrize("setting", [None, "1"])
+def test_values_on_the_cpu_are_always_looked_at(setting, monkeypatch):
+    monkeypatch.delenv("GDN_REF_VALIDATE", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("GDN_REF_VALIDATE", setting)
+    with pytest.raises(ValueError, match="^cu_seqlens: found a last boundary of 13"):
+        arguments.check_cu_seqlens(torch.tensor([0, 13]), 12, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="values on a GPU")
+def test_values_on_a_real_gpu(monkeypatch):
+    """By the public functions, whose later calls of a kind skip the other checks: not these."""
+    monkeypatch.setenv("GDN_REF_VALIDATE", "1")
+    x = {n: t.cuda() for n, t in make(12, 1, 2, 16, 16, lengths=(5, 7)).items()}
+    for op in (chunk_gated_delta_rule, lambda q, k, v, g, beta, **rest: fused(q, k, v, g, beta, **rest)):
+        for _ in range(2):  # the second call has the plan of the first
+            op(**x)
+            with pytest.raises(ValueError, match="^cu_seqlens: found a last boundary of 13"):
+                op(**(x | {"cu_seqlens": torch.tensor([0, 5, 13], device="cuda")}))
+    step = {n: torch.zeros(2, 1, *sizes, device="cuda") for n, sizes in (
+        ("q", (1, 16)), ("k", (1, 16)), ("v", (2, 16)), ("a", (2,)), ("b", (2,)))}  # fmt: skip
+    step |= {n: torch.zeros(2, device="cuda") for n in ("A_log", "dt_bias")}
+    pool = torch.zeros(3, 2, 16, 16, device="cuda")
+    for _ in range(2):
+        gdn_ref.gdn_decode(**step, state_pool=pool, cache_indices=torch.tensor([0, 2], device="cuda"))
+        with pytest.raises(ValueError, match="^cache_indices: found slot 3 at 1"):
+            gdn_ref.gdn_decode(**step, state_pool=pool, cache_indices=torch.tensor([0, 3], device="cuda"))
 
 
 def test_errors_come_before_any_work():
