@@ -276,6 +276,15 @@ def test_a_second_derivative_of_the_op_is_refused_by_name():
         d[0].sum().backward()
 
 
+def test_a_second_derivative_through_a_compiled_call_is_refused():
+    """By PyTorch, in whose words it is said what to do; never a gradient that is wrong in silence."""
+    leaves = {n: t.requires_grad_() for n, t in make(20, 1, 2, 8, 6).items()}
+    o, _ = torch.compile(chunked, fullgraph=True, backend="aot_eager")(**leaves)
+    with pytest.raises(RuntimeError, match="aot_autograd does not currently support double backward"):
+        d = torch.autograd.grad(o.square().sum(), list(leaves.values()), create_graph=True)
+        d[0].sum().backward()
+
+
 def test_gradcheck_of_the_op():
     x = {n: t.requires_grad_() for n, t in raw(6, K=3, V=2, dtype=torch.float64).items()}
 

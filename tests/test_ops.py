@@ -466,7 +466,7 @@ def test_values_on_a_real_gpu(monkeypatch):
     """By the public functions, whose later calls of a kind skip the other checks: not these."""
     monkeypatch.setenv("GDN_REF_VALIDATE", "1")
     x = {n: t.cuda() for n, t in make(12, 1, 2, 16, 16, lengths=(5, 7)).items()}
-    for op in (chunk_gated_delta_rule, lambda q, k, v, g, beta, **rest: fused(q, k, v, g, beta, **rest)):
+    for op in (by_backend("auto"), fused):
         for _ in range(2):  # the second call has the plan of the first
             op(**x)
             with pytest.raises(ValueError, match="^cu_seqlens: found a last boundary of 13"):
@@ -612,6 +612,91 @@ def test_triton_differentiates(op, case, monkeypatch):
         torch.autograd.grad(o.sum(), leaves["v"], create_graph=True)
 
 
+@pytest.fixture
+def by_triton(monkeypatch):
+    """chunk_gated_delta_rule by the kernels, and the tensors of a small case where they run."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return by_backend("triton"), where_triton_runs(SMALL)
+
+
+SMALL = make(9, 1, 2, 16, 16, decays="slow")
+SUBSETS = {
+    False: [("q", "v"), ("k", "g"), ("g", "beta", "initial_state")],
+    True: [("v", "A_log"), ("beta", "dt_bias"), ("g", "A_log", "dt_bias", "initial_state")],
+}
+
+
+@pytest.mark.parametrize("gates_in_kernel", [False, True], ids=["gates", "raw"])
+@pytest.mark.parametrize("backend", ["torch", "recurrent", "triton"])
+def test_several_inputs_require_grad_and_the_others_do_not(backend, gates_in_kernel, request):
+    """What is found for some is what is found for all, and nobody else is given any."""
+    triton = backend == "triton"
+    op, x = request.getfixturevalue("by_triton") if triton else (by_backend(backend), SMALL)
+    x, flags = raw_flags(x, gates_in_kernel)
+    x = where_triton_runs(x) if triton else x
+    gen = rng("some")
+    upstream = [randn(gen, *x[n].shape).to(x[n]) for n in ("v", "initial_state")]
+    full = None
+    for wrt in (tuple(x), *SUBSETS[gates_in_kernel]):
+        leaves = {n: t.detach().requires_grad_(n in wrt) for n, t in x.items()}
+        torch.autograd.backward(op(**leaves, **flags), upstream)
+        found = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+        full = full or found
+        assert set(found) == set(wrt)
+        assert all(torch.allclose(d, full[n], rtol=1e-5, atol=1e-6) for n, d in found.items())
+
+
+def test_autocast_does_not_reach_the_kernels(by_triton):
+    """The dtypes of the inputs decide, forward and backward: the same bits as without."""
+    op, x = by_triton
+    plain = run(op, x)
+    device = x["q"].device.type
+    with torch.autocast(device, dtype=torch.bfloat16):
+        cast = run(op, x)
+    assert all(cast[n].dtype == t.dtype and torch.equal(cast[n], t) for n, t in plain.items())
+    x |= {n: x[n].half() for n in "qkv"}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o, S = op(**x)
+    assert o.dtype == torch.float16 and S.dtype == torch.float32
+
+
+UPSTREAM = {
+    "expanded": lambda d: d.mean().expand(d.shape),
+    "expanded-heads": lambda d: d[..., :1, :1].expand(d.shape),
+    "transposed": lambda d: d.mT.contiguous().mT,
+    "strided": lambda d: torch.stack([d, d], -1).flatten(-2)[..., ::2],
+    "heads-first": lambda d: d.transpose(1, 2).contiguous().transpose(1, 2),
+    "offset": lambda d: torch.cat([d.flatten(), d.new_zeros(1)]).roll(1)[1:].view(d.shape),
+}
+
+
+@pytest.mark.parametrize("kind", UPSTREAM)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_upstream_gradients_of_any_strides(backend, kind, request):
+    """Of o and of the state: what autograd hands over is seldom laid out as the results are."""
+    op, x = request.getfixturevalue("by_triton") if backend == "triton" else (by_backend(backend), SMALL)
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+    o, S = op(**leaves)
+    gen = rng("strides")
+    upstream = [UPSTREAM[kind](randn(gen, *y.shape).to(y)) for y in (o, S)]
+    for d in upstream:
+        assert kind == "offset" or not d.is_contiguous()
+    found = torch.autograd.grad((o, S), list(leaves.values()), upstream, retain_graph=True)
+    plain = torch.autograd.grad((o, S), list(leaves.values()), [d.contiguous().clone() for d in upstream])
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    wide = {n: t.detach().cpu().double().requires_grad_() for n, t in x.items()}
+    right = torch.autograd.grad(recurrence(**wide), list(wide.values()), [d.cpu().double() for d in upstream])
+    names = ["d_" + n for n in x]
+    assert_close(dict(zip(names, found, strict=True)), dict(zip(names, right, strict=True)))
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 0)], ids=["dense", "packed"])
+@pytest.mark.parametrize("gates_in_kernel", [False, True], ids=["gates", "raw"])
+def test_no_tokens_by_triton(by_triton, lengths, gates_in_kernel):
+    check_no_tokens(by_triton[0], lengths, gates_in_kernel, place=where_triton_runs)
+
+
 # ---------------------------------------------------------------- dtypes
 
 HALF, GATE = (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)
@@ -746,11 +831,12 @@ def raw_flags(x, gates_in_kernel):
     }  # fmt: skip
 
 
-def no_token_gradients(op, lengths, gates_in_kernel, state_v_first):
-    """Of every input by itself and of all, for o and for the state, where no sequence has a token; the upstream
-    gradient of the state."""
+def check_no_tokens(op, lengths, gates_in_kernel, state_v_first=False, place=lambda x: x):
+    """Gradients of every input by itself and of all, of o and of the state, where no sequence has a token: zeros, and
+    for the initial state what the final one is given. place: puts the tensors where they are wanted."""
     x = make(0 if lengths is None else sum(lengths), 1, 2, 16, 24, B=2 if lengths is None else 1, lengths=lengths)
-    x, flags = raw_flags(where_triton_runs(x), gates_in_kernel)
+    x, flags = raw_flags(x, gates_in_kernel)
+    x = place(x)
     if state_v_first:
         x["initial_state"], flags["state_v_first"] = x["initial_state"].mT.contiguous(), True
     names = [n for n, t in x.items() if t.is_floating_point()]
@@ -776,7 +862,7 @@ def no_token_gradients(op, lengths, gates_in_kernel, state_v_first):
 @pytest.mark.parametrize("gates_in_kernel", [False, True], ids=["gates", "raw"])
 def test_no_tokens_give_every_input_a_gradient_of_zeros(lengths, state_v_first, gates_in_kernel, op):
     """As the kernels do: whoever asks torch.autograd.grad for it does not have to know how many tokens there were."""
-    no_token_gradients(op, lengths, gates_in_kernel, state_v_first)
+    check_no_tokens(op, lengths, gates_in_kernel, state_v_first)
 
 
 @on_forms
