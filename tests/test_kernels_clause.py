@@ -1,0 +1,104 @@
+"""The kernels as models call them: heads 128 wide, 16 bits, raw gates and the norm in the kernel, several value heads
+a key, by the public function, in the configurations that ship for Hopper: interpreted by their twins in plain Triton,
+on a GPU whatever its own table has, Gluon included.
+"""
+
+import helpers as h
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
+
+from test_kernels_forward import DEVICE, GPU, to_device
+
+import gdn_ref
+from gdn_ref.kernels import launch, launch_backward
+
+RAW = {n: True for n in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")}
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """pretended(processors): calls are cut as for a device with so many: on a GPU of its own architecture, interpreted
+    of Hopper's. Among few processors, wide programs are what shares the work."""
+
+    def pretend(processors):
+        architecture = launch.device_of(torch.device(DEVICE, 0)).architecture if GPU else "sm_90"
+        for module in (launch, launch_backward):
+            monkeypatch.setattr(module, "device_of", lambda _: launch.Device(architecture, processors))
+            monkeypatch.setattr(module, "_plans", {})  # which do not say for what device they are
+        return architecture
+
+    return pretend
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(name, constants) of the kernels that are launched, once each."""
+    seen, original = set(), launch.Launch.__call__
+
+    def listening(self, *tensors, **options):
+        seen.add((self.kernel.__name__, self.constants))
+        return original(self, *tensors, **options)
+
+    monkeypatch.setattr(launch.Launch, "__call__", listening)
+    return seen
+
+
+def make(keys, dtype, lengths, H=1, HV=2):
+    """Raw inputs: head 0 decays at a rate of A = 16, head 1 of 0.5; q and k of no particular length."""
+    x = h.without(h.make(165, H, HV, 128, 128, keys=keys, lengths=lengths, dtype=dtype), "g", "beta")
+    gen, T = h.rng("clause", keys, lengths, 0), x["q"].shape[1]
+    x |= {"a": h.randn(gen, 1, T, HV).to(dtype), "b": h.randn(gen, 1, T, HV).to(dtype)}
+    x |= {"q": x["q"] * 3, "k": x["k"] * 0.5, "initial_state": x["initial_state"].float()}
+    x["A_log"] = torch.tensor([16.0, 0.5]).log().repeat(HV // 2)
+    x["dt_bias"] = h.randn(gen, HV).float() - 2
+    return x
+
+
+def kernels(q, k, v, a, b, **rest):
+    return gdn_ref.chunk_gated_delta_rule(q, k, v, a, b, output_final_state=True, backend="triton", **RAW, **rest)
+
+
+def oracle(q, k, v, a, b, A_log, dt_bias, **rest):
+    return h.recurrence(h.l2norm(q), h.l2norm(k), v, *h.gates(a, b, A_log, dt_bias), **rest)
+
+
+def heads_apart(results):
+    """Gradients of A_log and dt_bias head by head, for what a fast head has is small beside a slow one's."""
+    names = ("d_A_log", "d_dt_bias")
+    return {n: t[None, :, None, None] if n in names else t for n, t in results.items()}
+
+
+CASES = [
+    ("random", torch.bfloat16, [100, 0, 65], 132), ("correlated", torch.bfloat16, [100, 0, 65], 2),
+    ("correlated", torch.float16, [100, 0, 65], 132), ("correlated", torch.bfloat16, None, 2),
+    ("correlated", torch.bfloat16, [100, 0, 65], 132),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, dtype, lengths, processors", CASES)
+def test_all_gradients_of_raw_inputs(keys, dtype, lengths, processors, pretended, launched):
+    """What is trained, and nothing on the way to it: q, k, v, a, b, A_log, dt_bias and the initial state."""
+    x = make(keys, dtype, lengths)
+    architecture = pretended(processors)
+    found = h.run(kernels, to_device(x))
+    expected = h.reference(x, oracle)
+    assert set(found) == {"o", "state", *("d_" + n for n in x if n != "cu_seqlens")}
+    found = heads_apart({n: t.cpu() for n, t in found.items()})
+    h.assert_close(found, heads_apart(expected), {"o": 1e-2, "state": 1e-2, "*": 2e-2}, x.get("cu_seqlens"))
+    if architecture == "sm_90":
+        assert_cut_as_hopper_cuts(launched, dtype, 128 if processors == 2 else 64)
+
+
+def assert_cut_as_hopper_cuts(launched, dtype, BV):
+    """Chunks of 64 and blocks of BV columns; and on a Hopper GPU, what Gluon has a twin of does not run."""
+    shape, names = (1, 2, 128, 128, 64), {name for name, _ in launched}
+    for name, its in launched:
+        if name in ("scan_kernel", "hopper_scan_kernel", "adjoints_kernel"):
+            assert str(shape)[1:-1] in str(its), name
+        if name == "scan_kernel":
+            assert (*shape, 128, BV) in [its[n : n + 7] for n in range(len(its))]
+    if launch.hopper_scan is not None and dtype == torch.bfloat16:
+        assert "hopper_gradients_kernel" in names and "gradients_kernel" not in names
+        assert ("hopper_scan_kernel" in names) == (BV == 128)
