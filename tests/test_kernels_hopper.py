@@ -1,15 +1,18 @@
 """What is in Gluon and its twins in plain Triton: held together on a Hopper GPU, for which alone both are."""
 
+from typing import NamedTuple
+
 import helpers as h
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed, so its kernels are not tested here; see `make kernels`")
 
-from test_kernels_backward import backward, check, upstream
-from test_kernels_forward import BOUNDS, DEVICE, GPU, among_nan, forward
+from test_kernels_backward import GRADIENTS, backward, check, upstream
+from test_kernels_forward import BOUNDS, DEVICE, GPU, among_nan, fits, for_this_card, forward, to_device
 from test_kernels_forward import check as check_forward
 
+import gdn_ref
 from gdn_ref.kernels import launch, launch_backward, tiles
 
 SCAN = launch.configs_for("sm_90", 2, 128)[1]  # the wide one
@@ -75,6 +78,34 @@ def test_the_twins_agree(H, HV, norm, lengths, config):
         check(x, config=config)
 
 
+@pytest.mark.parametrize("config", IN_GLUON, ids=lambda c: f"BV{c.BV}")
+@pytest.mark.parametrize("t", [64, 37])
+def test_no_gradient_against_time(t, config):
+    """In Gluon on a Hopper GPU, elsewhere by its twin: outputs before token t, at a chunk's end and within one, say
+    nothing about what comes at it or after."""
+    x = make(100, state=False)
+    assert is_in_gluon(x, config) or not HOPPER or launch_backward.hopper is None
+    do, _ = upstream(x)
+    do[:, t:] = 0
+    with fits(config):
+        found = backward(x, do, None, config=for_this_card(config))
+    assert not any(d[:, t:].any() for d in found.values())
+    assert all(d[:, 1:t].any() for d in found.values())
+
+
+@pytest.mark.parametrize("config", IN_GLUON, ids=lambda c: f"BV{c.BV}")
+@pytest.mark.parametrize("rate", [None, 16.0], ids=["given", "raw"])
+def test_a_first_token_decays_nothing(rate, config):
+    """dg, and da too, of every sequence that starts from nothing: exactly 0, whatever comes after it."""
+    lengths = [50, 1, 0, 65]
+    x = make(lengths=lengths, state=False)
+    options = {} if rate is None else {"A_log": torch.tensor([rate, 0.5]).log().to(DEVICE)}
+    with fits(config):
+        found = backward(x, *upstream(x), config=for_this_card(config), **options)["d_g"]
+    assert not found[:, [0, 50, 51]].any()
+    assert found[:, 1:50].any() and found[:, 52:].any()
+
+
 @on_hopper
 @pytest.mark.parametrize("lengths", [None, [70, 0, 130]], ids=["plain", "packed"])
 def test_nothing_is_read_around_the_inputs(lengths):
@@ -111,6 +142,83 @@ def test_rows_at_odd_multiples_of_sixteen_bytes():
     given = upstream(x)
     found, plain = (backward(t, *given, config=IN_GLUON[0]) for t in (x | wide, x))
     assert all(torch.equal(found[n], plain[n]) for n in plain)
+
+
+@on_hopper
+@pytest.mark.parametrize("packed", [False, True])
+def test_captured_in_a_graph(packed):
+    """Boundaries and numbers may change between replays; the shapes may not."""
+    x = to_device(make(300, lengths=[100, 200] if packed else None))
+    do, dstate = (t.to(DEVICE) for t in upstream(x))
+    assert is_in_gluon(x)
+    call = lambda: launch_backward.chunk_backward(  # noqa: E731
+        *(x[n] for n in h.TOKEN_INPUTS), 128**-0.5, x["initial_state"], x.get("cu_seqlens"), do, dstate
+    )
+    found = captured(call)
+    other = make(300, lengths=[299, 1] if packed else None, label=("replay",))
+    replay(found, x, other)
+    expected = h.reference(other)
+    found = {n: t.cpu() for n, t in zip(GRADIENTS, found.results, strict=True) if t is not None}
+    h.assert_close_for_dtype(found, {n: expected[n] for n in found}, other, 2e-2)
+
+
+class Captured(NamedTuple):
+    graph: object
+    results: tuple
+
+
+def captured(call):
+    """A CUDA graph of a call that has run once, and what the replays write into."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return Captured(graph, results)
+
+
+def replay(one, x, other):
+    """On the numbers of another case of the same shapes."""
+    for name, t in other.items():
+        if torch.is_tensor(t):
+            x[name].copy_(t)
+    one.graph.replay()
+    torch.cuda.synchronize()
+
+
+@on_hopper
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_inductor(mode, monkeypatch):
+    """Forward and backward in Gluon, which is chosen for the scan where processors are few; both are captured where
+    overhead is to be reduced."""
+    names, original = set(), launch.Launch.__call__
+
+    def listening(self, *tensors, **options):
+        names.add(self.kernel.__name__)
+        return original(self, *tensors, **options)
+
+    monkeypatch.setattr(launch.Launch, "__call__", listening)
+    for module in (launch, launch_backward):
+        monkeypatch.setattr(module, "device_of", lambda _: launch.Device("sm_90", 2))
+        monkeypatch.setattr(module, "_plans", {})
+
+    def layer(q, k, v, g, beta, initial_state):
+        o, state = gdn_ref.chunk_gated_delta_rule(
+            q * 1.0, k, v, g, beta, initial_state=initial_state, output_final_state=True, backend="triton"
+        )
+        return o * 2, state
+
+    def oracle(**x):
+        o, state = h.recurrence(**x)
+        return o * 2, state
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=mode == "default", mode=mode)
+    for T in (200, 130, 200) if mode == "default" else (200, 200, 200):
+        x = make(T, beta="unit", label=(mode, T))
+        x["initial_state"] = x["initial_state"].float()
+        found = {n: t.cpu() for n, t in h.run(compiled, to_device(x)).items()}
+        h.assert_close(found, h.reference(x, oracle), {"o": 1e-2, "state": 1e-2, "*": 2e-2})
+    assert {"hopper_scan_kernel", "hopper_gradients_kernel"} <= names
 
 
 # ---------------------------------------------------------------- the scan
@@ -230,3 +338,26 @@ def test_the_scan_takes_rows_at_odd_multiples_of_sixteen_bytes():
     assert "hopper_scan" in launches_of(x | wide, SCAN)
     found, plain = (forward(t, config=SCAN) for t in (x | wide, x))
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("packed, segments", [(False, 1), (False, 2), (True, 1)])
+def test_the_scan_is_captured_in_a_graph(packed, segments):
+    x = to_device(make(300, lengths=[100, 200] if packed else None))
+    assert {"hopper_scan", "hopper_scan_segments"} & launches_of(x, SCAN, segments)
+    one = captured(lambda: forward(x, config=SCAN, segments=segments))
+    other = make(300, lengths=[299, 1] if packed else None, decays="slow", label=("replay",))
+    replay(one, x, other)
+    found = {n: t.cpu() for n, t in zip(("o", "state"), one.results, strict=True)}
+    h.assert_close(found, dict(zip(("o", "state"), h.recurrence(**other), strict=True)), 1e-2, other.get("cu_seqlens"))
+
+
+@pytest.mark.parametrize("decays", ["none", "ordinary", "reset"])
+@pytest.mark.parametrize("config", launch.configs_for("sm_90", 2, 128), ids=lambda c: f"BV{c.BV}")
+def test_segments_as_they_ship(config, decays):
+    """In full width, by the copy engine, several value heads a key: on a Hopper GPU the wide ones in Gluon, elsewhere
+    by their twin. All that the last token sees of the initial state came through every segment."""
+    x = make(64 * 4 + 7, keys="correlated", decays=decays)
+    x["initial_state"] = x["initial_state"] * 10
+    with fits(config):
+        check_forward(x, bound=1e-2, config=for_this_card(config), segments=3)
