@@ -102,3 +102,49 @@ def assert_cut_as_hopper_cuts(launched, dtype, BV):
     if launch.hopper_scan is not None and dtype == torch.bfloat16:
         assert "hopper_gradients_kernel" in names and "gradients_kernel" not in names
         assert ("hopper_scan_kernel" in names) == (BV == 128)
+
+
+# ---------------------------------------------------------------- rows and sequences among others
+
+
+def call(x):
+    return gdn_ref.chunk_gated_delta_rule(**to_device(x), output_final_state=True, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_row_alone_is_the_row_among_others(dtype, pretended):
+    """Bitwise, where no row is cut into segments."""
+    pretended(132)
+    T, K = (35, 32) if dtype == torch.float32 else (100, 128)
+    x = h.make(T, 1, 2, K, K, B=3, dtype=dtype)
+    o, state = call(x)
+    for b in range(3):
+        alone_o, alone_state = call({n: t[b : b + 1] for n, t in x.items()})
+        assert torch.equal(o[b], alone_o[0]) and torch.equal(state[b], alone_state[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_sequence_alone_is_the_sequence_among_others(dtype, pretended):
+    """Bitwise, packed either way, wherever its first token lies."""
+    pretended(132)
+    lengths, K = ([17, 1, 0, 20], 32) if dtype == torch.float32 else ([70, 1, 0, 65], 128)
+    x = h.make(H=1, HV=2, K=K, V=K, lengths=lengths, dtype=dtype)
+    bounds, (o, state) = h.offsets(lengths), call(x)
+    for n, length in enumerate(lengths):
+        a, b = bounds[n], bounds[n + 1]
+        alone = {m: t[:, a:b] for m, t in x.items() if m in h.TOKEN_INPUTS}
+        alone |= {"initial_state": x["initial_state"][n : n + 1], "cu_seqlens": h.offsets([length])}
+        alone_o, alone_state = call(alone)
+        assert torch.equal(o[:, a:b], alone_o) and torch.equal(state[n], alone_state[0])
+
+
+def test_rows_that_are_cut_into_segments_agree_to_rounding(pretended, launched):
+    """Where heads are few, a row alone is cut into segments, which rows among others are not: then results are equal
+    to what 16 bits keep, and not bitwise."""
+    pretended(3)
+    x = h.make(64 * 63 + 1, 1, 1, 16, 16, B=2, keys="correlated", decays="slow", dtype=torch.bfloat16)
+    o, state = call(x)
+    assert "segment_kernel" not in {name for name, _ in launched}
+    alone_o, alone_state = call({n: t[:1] for n, t in x.items()})
+    assert "segment_kernel" in {name for name, _ in launched}
+    h.assert_close({"o": alone_o, "state": alone_state}, {"o": o[:1].double(), "state": state[:1].double()}, 1e-2)
