@@ -290,7 +290,6 @@ def test_N18_a_readout_beyond_float16_is_not_a_silent_inf(fn):
         assert error(wide, torch.full_like(wide, 1e5)) < 4e-3
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="states beyond float16 in the product with keys")
 def test_N18_a_state_beyond_float16_in_the_kernels():
     """beta = 0 and g = 0 leave the state as it is, whatever its size."""
     device = device_for("triton")
@@ -300,7 +299,6 @@ def test_N18_a_state_beyond_float16_in_the_kernels():
     assert torch.equal(S, state)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="states beyond float16 in the product with keys")
 def test_N18_short_keys_that_the_kernels_normalise():
     """Keys of 4e-4, which eps makes 0.4 long, and values of 200: no state is beyond 100, but what is written is
     multiplied by one over the key's length before it meets the key."""

@@ -407,7 +407,7 @@ def fits(config):
 def is_of_this_card(config):
     """Whether the card's own tables have the configuration, of the forward pass or of the backward."""
     architecture = launch.device_of(torch.device(DEVICE, 0)).architecture
-    tables = (m.CONFIGS.get(architecture, m.SAFE) for m in (launch, launch_backward))
+    tables = (m.CONFIGS[launch.in_table(architecture)] for m in (launch, launch_backward))
     return any(config in configs for table in tables for configs in table.values())
 
 
