@@ -60,7 +60,7 @@ KNOWN_SPILLS = {
     ("gfx942", "scan/bf16/K128/C64/BV32/segmented"): {"3.4": 32},
     ("sm_90", "gradients/bf16/K128/C64/BK64/BV128/packed"): {"3.9": 32},
     ("sm_90", "gradients/bf16/K128/C64/BK64/BV128/norm"): {"3.9": 48},
-    ("sm_90", "pairs/bf16/K128/C64"): {"3.6": 8},  # two registers, read again once a head
+    ("sm_90", "pairs/bf16/K128/C64"): {"3.4": 44, "3.6": 4},
     ("sm_90", "hopper/bf16/K128/C64"): {"3.6": 28},  # addresses, read again once a head
     ("sm_90", "hopper/bf16/K128/C64/norm"): {"3.6": 28},
     ("sm_90", "hopper_scan/bf16/K128/C64/BV128/keep"): {"3.6": 36},

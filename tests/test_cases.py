@@ -829,7 +829,8 @@ def test_C07_mixed_devices_are_named_and_the_gpu_path_refuses_cpu_tensors_plainl
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.bfloat16), ((7, 0), torch.float16), ((6, 1), None)])
 def test_H04_cards_too_old_for_the_kernels_are_known_before_anything_is_compiled(capability, dtype, monkeypatch):
     """T4, V100 and older: one line that says which card, what it has and what is needed; "auto" goes to PyTorch."""
-    launcher = types.SimpleNamespace(recall=lambda kind: None, kind_of_call=lambda *call: ())  # nothing that compiles
+    nothing = {"recall": lambda kind: None, "kind_of_call": lambda *call: (), "stand_in": lambda device: ""}
+    launcher = types.SimpleNamespace(**nothing)  # that compiles
     monkeypatch.setattr(gdn_ref.ops, "_kernels", lambda: launcher)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", None)

@@ -13,9 +13,11 @@ normalised, S the state before a chunk, E its errors and dS' the adjoint of the 
 A token's decay multiplies what is written before it and read at it or after. So dg_t sums over pairs j < t <= i, and
 nothing else: X_ij = beta_j (scale q_i.k_j F_ij - k_i.k_j J_ij) inside the chunk; y_i = gamma_i (scale q_i.(do S^T)_i -
 k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E dS'^T)_j to the state after it, over
-j < t; gamma_C <S, dS'> past the chunk altogether   (9.13). Nothing is added up that has to cancel again, so that dg is
-right at a token, too, across which next to nothing passes. Without beta, columns of X, queries with their own keys
-included, are k.c but for its part from after the chunk.
+j < t; gamma_C <S, dS'> past the chunk altogether   (9.13). The pairs of X are had as sums of its rows less sums of its
+columns, from i and j = t on, which costs least and is what (9.17) warns of: the pairs after t cancel, and at a token
+across which next to nothing passes only their rounding is left. So they are added up in float64, where that is 1e-15 of
+them, and without the diagonal: a query's own key is across nothing, and outweighs all the rest where tokens decay fast.
+Without beta, columns of X are k.c but for its part from after the chunk.
 
 Nothing is added up across programs, and no sum depends on who comes first. The adjoints are in adjoints.py, all else
 is here.
@@ -40,7 +42,7 @@ from .prep import (
     unscaled,
 )
 from .scan import read_tile, rows_of, write_tile
-from .tiles import ANY_SIZE, first_slot, load_rows, power, sequence, store_rows
+from .tiles import first_slot, load_rows, power, sequence, store_rows
 
 # ------------------------------------------------------------------------------------------ what the kernels share
 
@@ -201,18 +203,15 @@ def one_head_of_pairs(
     Gamma = strict_decay(p_factors, C, EXACT)
     F *= weight_q[:, None]
     own = tl.where(i[:, None] == i[None, :], F, 0.0)  # of queries and their own keys
-    F = F * Gamma + own  # (9.7)
-    store_pairs(pairs, tops, 2 * unit, F * beta[None, :], C)
-    X, p_within = F * qk, within + unit * (2 * C) + i
+    F *= Gamma  # (9.7)
     J *= Gamma * weight_k[:, None]  # (9.8)
+    store_pairs(pairs, tops, 2 * unit, (F + own) * beta[None, :], C)
     store_pairs(pairs, tops, 2 * unit + 1, J * beta[None, :], C)
-    X += J * kk
-    tl.store(p_within + C, tl.sum(X, 0))  # (9.10)
-    DT: tl.constexpr = tl.float32 if pairs.dtype.element_ty == tl.float32 else ANY_SIZE
-    ends = tl.where(i[:, None] <= i[None, :], 1.0, 0.0)  # [t, i]
-    X = tl.where(i[:, None] > i[None, :], X * beta[None, :], 0.0)  # [i, j]
-    later = tl.dot(ends.to(DT), X.to(DT), input_precision="ieee")  # [t, j], over i >= t
-    tl.store(p_within, tl.sum(tl.where(i[:, None] > i[None, :], later, 0.0), 1))  # (9.13)
+    X, p_within = F * qk + J * kk, within + unit * (3 * C) + i
+    tl.store(p_within + 2 * C, tl.sum(X + own * qk, 0))  # (9.10)
+    X *= beta[None, :]
+    tl.store(p_within, tl.sum(X.to(tl.float64), 1))  # (9.12)
+    tl.store(p_within + C, tl.sum(X.to(tl.float64), 0))  # (9.12)
 
 
 @triton.jit(do_not_specialize=["T", "N", "slots"])
@@ -226,8 +225,8 @@ def pairs_kernel(
     """What passes between the tokens of one chunk and key head, for each value head: F and J, and X, which stays here.
 
     Writes pairs [HV, slots, 2, C, C], F and J with the scale of their rows and the beta of their columns, in the dtype
-    of the products that they go into; tops [HV, slots, 2], what was taken out of them; and within [HV, slots, 2, C]:
-    the sums of X across every token, and those over queries and keys of what dbeta gets.
+    of the products that they go into; tops [HV, slots, 2], what was taken out of them; and within [HV, slots, 3, C]
+    (float64): sums of rows and of columns of X, and those over queries and keys of what dbeta gets.
     """
     h = tl.program_id(0) % H
     slot = tl.program_id(0) // H
@@ -404,8 +403,9 @@ def finish_kernel(
         token, written = tokens_of_none(cu_seqlens, slot, T, N, C, PACKED)
 
     # load
-    p_within = within + (h.to(tl.int64) * slots + slot) * (2 * C) + i
-    pairs, d_beta = tl.load(p_within, mask=valid, other=0.0), tl.load(p_within + C, mask=valid, other=0.0)
+    p_within = within + (h.to(tl.int64) * slots + slot) * (3 * C) + i
+    pairs = tl.load(p_within, mask=valid, other=0.0) - tl.load(p_within + C, mask=valid, other=0.0)
+    d_beta = tl.load(p_within + 2 * C, mask=valid, other=0.0).to(tl.float32)
     y, to_end, from_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     ends, after = tl.zeros([BK], tl.float32), valid & (i > 0)
     for block in range(NK):
@@ -428,7 +428,14 @@ def finish_kernel(
 
     # compute and store
     z = beta_last * late(p_factors, i - 1, after, left, C) * from_last
-    d_g = pairs + tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end  # (9.13)
+    # Across a chunk's first token lies no pair, and nothing passes a token that decays to 0: no rounding there.
+    p_decays = p_factors + WHOLE * C + i
+    whole = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
+    p_decays += (REST - WHOLE) * C
+    rest = tl.load(p_decays, mask=after, other=0.0) - tl.load(p_decays - 1, mask=after, other=0.0)
+    across = after & (power(whole, rest) > 0)
+    d_g = tl.where(across, tl.cumsum(pairs, 0, reverse=True), 0.0).to(tl.float32)  # (9.11)
+    d_g += tl.cumsum(y, 0, reverse=True) + tl.cumsum(z, 0) + tl.sum(ends, 0) * end  # (9.13)
     d_beta += late(p_factors, i, valid, left, C) * to_end
     at = (token + i) * HV + h
     if RAW_G:  # g = -exp(A_log) softplus(a), so that dg/dA_log = g and dg/da = g sigmoid(a) / softplus(a)   (7.6)

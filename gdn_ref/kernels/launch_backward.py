@@ -378,7 +378,7 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
         "lengths": ((H, slots, 2, C), single),
         "pairs": ((HV, slots, 2, C, C), q.dtype),
         "tops": ((HV, slots, 2), single),
-        "within": ((HV, slots, 2, C), single),
+        "within": ((HV, slots, 3, C), torch.float64),
         "sums": ((NK, HV, slots, 2 * C + config.BK), single),
     }
     results = {
@@ -484,9 +484,9 @@ def _gradients_target(name: str, config: Config, dtype: str, constants: dict, ho
 def _target(name: str, kernel, dtype: str, constants: dict, tiles: str | None = None, **options) -> CompileTarget:
     of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS", "pairs", "R")
     singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
-    singles += ("tops", "within", "dg", "dbeta", "share", "B")
+    singles += ("tops", "dg", "dbeta", "share", "B")
     known = {"cu_seqlens": "*i64", "forgets": "*i32", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
-    known |= {x: "*fp32" for x in singles} | {"tiles": f"*{tiles or dtype}"}
+    known |= {x: "*fp32" for x in singles} | {"tiles": f"*{tiles or dtype}", "within": "*fp64"}
     constants = {x: constants[x] for x in kernel.arg_names if x in constants}
     signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
     strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))

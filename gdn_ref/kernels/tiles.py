@@ -13,7 +13,6 @@ INTERPRETED = triton.knobs.runtime.interpret  # as it is now: Triton asks when a
 # What is multiplied in another dtype: Triton's interpreter takes the bits of bfloat16 for integers. The tests, which
 # teach it better, empty this.
 WIDENED = {torch.bfloat16: torch.float32} if INTERPRETED else {}
-ANY_SIZE = tl.constexpr(tl.float32 if INTERPRETED else tl.bfloat16)  # 16 bits for numbers that float16 may not hold
 LOG2E = tl.constexpr(1.4426950408889634)
 # e^-104 is 0 in float32: a decay below it is the same reset however deep, and stays finite here for the sums (7.5).
 SMALLEST_LOG_DECAY = tl.constexpr(-128.0)
