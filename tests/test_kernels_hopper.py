@@ -268,8 +268,10 @@ def test_the_scan_is_right_and_as_its_twin(lengths, keys, decays):
     x = make(295, 2, 6, keys=keys, decays=decays, lengths=lengths)
     found, twin = (forward(x, config=SCAN._replace(gluon=g)) for g in (True, False))
     turned = forward(x | {"initial_state": x["initial_state"].mT.contiguous()}, config=SCAN, state_v_first=True)
-    for mine, other, third in zip(found, twin, (turned[0], turned[1].mT), strict=True):
+    narrow = forward(x, config=launch.configs_for("sm_90", 2, 128)[0])  # which fewer sequences may choose
+    for mine, other, third, fourth in zip(found, twin, (turned[0], turned[1].mT), narrow, strict=True):
         assert torch.equal(mine, other) and torch.equal(mine, third)  # the same sums in the same order
+        assert torch.equal(mine, fourth)
     expected = dict(zip(("o", "state"), h.recurrence(**x), strict=True))
     actual = {"o": found[0].cpu(), "state": found[1].cpu()}
     h.assert_close_for_dtype(actual, expected, x, BOUNDS[torch.bfloat16])

@@ -178,7 +178,9 @@ _MAKERS = {CHUNK: _chunk_rule, TOKEN: _token_rule}
 
 def _exporting() -> bool:
     """Inside torch.export, where transformers takes its own PyTorch, whatever else is installed."""
-    return getattr(torch.compiler, "is_exporting", bool)()  # torch 2.6 has no such question
+    # Of is_exporting() the compiler of torch 2.11 believes that it is True wherever it compiles, so that ours would
+    # never serve a compiled model. This is what it returns; torch 2.6 has neither.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def _known(options: dict) -> dict:

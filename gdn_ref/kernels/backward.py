@@ -4,7 +4,7 @@ With the factors of prep.py, gamma_i = e^G_i, l_j = e^(G_C - G_j), keys and quer
 normalised, S the state before a chunk, E its errors and dS' the adjoint of the state after it:
 
     states     S and E again, as in scan.py
-    adjoints   dv = A^T (P^T do + beta l (K dS'));  dS = gamma_C dS' + scale Q^T (gamma do) - K^T (gamma dv)
+    adjoints   dv = A^T (scale P^T do + beta l (K dS'));  dS = gamma_C dS' + scale Q^T (gamma do) - K^T (gamma dv)
     pairs      F = Gamma * (do E^T);  J = the same of dv, below the diagonal alone; and X, see below
     gradients  dq = scale (gamma (do S^T) + F (beta K))
                dk = beta c - gamma (dv S^T) - J (beta K)  with  c = l (E dS'^T) + scale F^T Q - J^T K

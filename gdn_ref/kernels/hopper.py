@@ -4,7 +4,7 @@ What plain Triton does not let one say is said here: what lies where, and when i
 
     do and dv lie one above the other, so do q and k, F and J, and what becomes dq and dk: products of 128 rows, for two
     warpgroups. A program has all columns of K, so that do, dv and E come in once.
-    Of a head's products those but two are begun at once, and sums are made while they run. As soon as all have ended,
+    Of a head's products all but two are begun at once, and sums are made while they run. As soon as all have ended,
     the next head's tiles are on their way, of S and dS' those of the next but one.
 """
 

@@ -55,8 +55,8 @@ FP32 = {(4, False): (Config(16, 16, 8, 1, False),), (4, True): (Config(16, 16, 8
 # (bytes an element, K > 128): one configuration, or a narrow and a wide one between which the waves decide.
 CONFIGS: dict[str, dict[tuple[int, bool], tuple[Config, ...]]] = {
     # Hopper: 64 rows of V are one warpgroup's product. Three chunks in flight hide the copies (with two a chunk takes
-    # half as long again). K = 256 fills the registers, unless chunks are shorter. In Gluon a wide program takes three
-    # quarters of the time; narrow ones, of which two load the same, wait for the L2 cache either way.
+    # half as long again). K = 256 fills the registers, unless chunks are shorter. In Gluon a wide program takes five
+    # sixths of the time; narrow ones, of which two load the same, wait for the L2 cache either way.
     "sm_90": {
         (2, False): (Config(64, 64, 4, 3, True), Config(64, 128, 8, 3, True, gluon=True)),
         (2, True): (Config(32, 64, 8, 2, True, 8),),
@@ -159,8 +159,9 @@ def choose_cut(
     device: Device, itemsize: int, K: int, V: int, head_sequences: int, tokens: int, gluon: bool
 ) -> tuple[Config, int]:
     """Configuration and segments for sequences of so many tokens, 0 if they are packed, which are not cut. Where narrow
-    programs would fill half of the processors, four segments of wide ones in Gluon instead of two of narrow ones, for
-    they load less: at 32 heads and 32768 tokens a sixth less time if all heads forget, a few per cent more if not."""
+    programs would fill half of the processors, four or five segments of wide ones in Gluon instead of two of narrow
+    ones, for they load less: at 32 heads and 32768 tokens a sixth less time if all heads forget, a few per cent more if
+    not."""
 
     def segments_of(config: Config) -> int:
         programs = head_sequences * -(-V // config.BV)

@@ -1,10 +1,10 @@
-"""Fused forward, second kernel: the state carried through the chunks of a sequence; and its affine map of a segment.
+"""Fused forward, second part: the state carried through the chunks of a sequence; and its affine map of a segment.
 
 Everything is transposed, S^T [V, K]: rows of V are then the long side of every product, and what a product leaves in
 registers is the left operand of the next one. With the factors of prep.py (A and P carry beta on the right):
 
     E = A (V - diag(gamma) K S)      the errors, one row a token                                   (9.3), (5.4)
-    O = scale diag(gamma) Q S + P E                                                                       (5.5)
+    O = scale (diag(gamma) Q S + P E)                                                                     (5.5)
     S <- gamma_C S + K^T diag(beta gamma_C/gamma) E                                                       (5.6)
 
 No factor W is ever formed.

@@ -1,4 +1,4 @@
-"""The forward pass stage by stage, one kernel and one host function each: what chapter 12 reads beside the equations.
+"""The forward pass stage by stage, one kernel and one host function each.
 
     chunk_local_cumsum -> chunk_scaled_dot_kkt_fwd -> solve_tril -> recompute_w_u_fwd -> chunk_states -> chunk_output
 

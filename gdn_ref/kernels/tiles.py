@@ -16,7 +16,6 @@ WIDENED = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 LOG2E = tl.constexpr(1.4426950408889634)
 # e^-104 is 0 in float32: a decay below it is the same reset however deep, and stays finite here for the sums (7.5).
 SMALLEST_LOG_DECAY = tl.constexpr(-128.0)
-FULL_PRECISION = tl.constexpr("ieee")
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
 
 
@@ -139,15 +138,14 @@ def decay_matrix(whole, rest, C: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.constexpr = FULL_PRECISION):
+def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr):
     """(I + N)^-1 in float32, N [C, C] read below the diagonal only, C a power of two from 16.
 
     Block doubling X <- X - X N_level X (6.8): blocks of 2 are inverted by sight; each level joins two neighbours, and
     N_level is what of N lies between them. To 16 on the batch of diagonal blocks, from there on the whole tile. No
     power of N is formed, so correlated keys do no harm (6.6). DT is the dtype of the products' operands, which are
     added up in float32: float16 for 16-bit inputs (|beta k.k| must stay below 65504; bfloat16 is eight times
-    coarser), float32 for float32 inputs, in full precision (PRECISION: "ieee", or "tf32x3" where the device has it,
-    which compiles in a fraction of the time).
+    coarser), float32 for float32 inputs, in full precision.
     """
     NB: tl.constexpr = C // 16
     b = tl.arange(0, NB)
@@ -158,8 +156,8 @@ def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.conste
     for level in tl.static_range(1, 4):  # blocks of 2, 4, 8 are joined
         between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
         half = X.to(DT)
-        joined = tl.dot(tl.where(between, D, 0.0).to(DT), half, input_precision=PRECISION)
-        X -= tl.dot(half, joined.to(DT), input_precision=PRECISION)  # (6.8)
+        joined = tl.dot(tl.where(between, D, 0.0).to(DT), half, input_precision="ieee")
+        X -= tl.dot(half, joined.to(DT), input_precision="ieee")  # (6.8)
 
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), [C, C])
@@ -167,6 +165,6 @@ def invert_unit_lower(N, C: tl.constexpr, DT: tl.constexpr, PRECISION: tl.conste
         if (1 << level) < C:
             between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
             half = X.to(DT)
-            joined = tl.dot(tl.where(between, N, 0.0).to(DT), half, input_precision=PRECISION)
-            X -= tl.dot(half, joined.to(DT), input_precision=PRECISION)  # (6.8)
+            joined = tl.dot(tl.where(between, N, 0.0).to(DT), half, input_precision="ieee")
+            X -= tl.dot(half, joined.to(DT), input_precision="ieee")  # (6.8)
     return X
