@@ -460,7 +460,17 @@ def compile_targets(architecture: str) -> list[CompileTarget]:
         for config in configs:
             how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
             targets += _targets_of(architecture, config, *how, all_kernels=config == configs[0])
-    return targets
+    return targets + (_uneven_targets() if architecture in ("sm_90", "sm_100") else [])
+
+
+def _uneven_targets() -> list[CompileTarget]:
+    """The scan where rows are no multiple of 16 bytes, see Device.without_copies: nobody's hot path."""
+    (config,) = configs_for("sm_80", 2, 128)
+    _, scan, options = _scan_target(config, "bf16", 128)
+    cut, options = {**scan, "PACKED": False, "SEGMENTED": True}, {**options, "hot": False}
+    kinds = {"packed": scan, "segmented": cut}
+    targets = [_target(f"scan/uneven/{kind}", scan_kernel, "bf16", kinds[kind], **options) for kind in kinds]
+    return [t._replace(divisible=()) for t in targets]
 
 
 def keep_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
@@ -513,6 +523,8 @@ def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kerne
     if dtype != "fp32" and K <= 128:
         dense = {**scan, "PACKED": False, "SEGMENTED": True}
         targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
+        again = {**options, "hot": False}  # hardly ever anything is left to do
+        targets.append(_target(f"scan/{name}/segmented/again", scan_kernel, dtype, {**dense, "PASS": 2}, **again))
         targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
     return targets
 
@@ -529,7 +541,9 @@ def _gluon_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
     for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
         kernel, end = hopper_scan.hopper_scan_kernel, "/keep" * keep
         twin = {**scan, "KEEP": keep, "STAGES": stages}
-        targets.append(_target(f"hopper_scan/{name}{end}", kernel, dtype, twin, num_warps=config.warps))
+        for kind, how in (("", {}), ("/dense", {"PACKED": False}), ("/fresh", {"HAS_INITIAL": False})):
+            which = f"hopper_scan/{name}{end}{kind}"
+            targets.append(_target(which, kernel, dtype, twin | how, num_warps=config.warps))
         again = {"num_warps": config.warps, "num_stages": config.stages, "hot": False}
         targets.append(_target(f"scan/{name}/segmented{end}/again", scan_kernel, dtype, {**cut, "KEEP": keep}, **again))
     return targets
