@@ -299,6 +299,11 @@ def upstream(o, state, label=("upstream",)):
     return (randn(gen, *x.shape).bfloat16().double().to(x.device) for x in (o, state))
 
 
+def where_triton_runs(x):
+    """The tensors of a case on the GPU, if there is one; else as they are, for kernels are interpreted there."""
+    return {n: t.cuda() if torch.is_tensor(t) and torch.cuda.is_available() else t for n, t in x.items()}
+
+
 def run(fn, x, wrt=None, label=("upstream",), **options):
     """Results and gradients of fn(**x, **options) -> (o, state), as one dict: o, state, d_q, d_k, ...
 

@@ -35,6 +35,7 @@ from helpers import (
     rng,
     run,
     serve,
+    where_triton_runs,
     without,
     worst,
 )
@@ -214,7 +215,7 @@ def test_N13_raw_gates_at_extreme_inputs(a, alpha):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_N15_gradients_judged_at_the_trainable_inputs(backend, A_log):
     """dg alone misleads where gates saturate; a, b, A_log and dt_bias are what is trained."""
-    device, gen = device_for(backend), rng("N15", A_log)
+    gen = rng("N15", A_log)
     x = {n: t for n, t in make(130, 1, 2, K=32, V=32).items() if n not in ("g", "beta")}
     x |= {
         "a": 2.0 * randn(gen, 1, 130, 2).float(),
@@ -222,7 +223,7 @@ def test_N15_gradients_judged_at_the_trainable_inputs(backend, A_log):
         "A_log": torch.full((2,), A_log),
         "dt_bias": torch.zeros(2),
     }
-    found = run(raw_op(backend), {n: t.to(device) for n, t in x.items()})
+    found = run(raw_op(backend), for_backend(x, backend))
     assert_close({n: t.cpu() for n, t in found.items()}, reference(x, raw_oracle))
 
 
@@ -230,7 +231,7 @@ def test_N15_gradients_judged_at_the_trainable_inputs(backend, A_log):
 def test_N15_strong_gates_among_weak_ones(backend):
     """What A_log gets from tokens across which nothing passes is next to nothing, and must not be 49 times the rounding
     of all others: sums of rows less sums of columns left that (9.17)."""
-    device, gen, T = device_for(backend), rng("N15", "among"), 200
+    gen, T = rng("N15", "among"), 200
     x = {n: t for n, t in make(T, 1, 1, K=32, V=32, keys="correlated").items() if n not in ("g", "beta")}
     strong = (torch.arange(T) % 8 == 7)[None, :, None]
     x |= {
@@ -239,15 +240,16 @@ def test_N15_strong_gates_among_weak_ones(backend):
         "A_log": torch.tensor([math.log(16.0)]),
         "dt_bias": torch.zeros(1),
     }
-    found = run(raw_op(backend), {n: t.to(device) for n, t in x.items()})
+    found = run(raw_op(backend), for_backend(x, backend))
     assert_close({n: t.cpu() for n, t in found.items()}, reference(x, raw_oracle), {"d_A_log": 1e-4, "*": 2e-5})
 
 
-def device_for(backend):
-    """Where a backend runs here: the kernels on a GPU or interpreted, if Triton is there."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+def for_backend(x, backend):
+    """The case where the backend runs, if it does here."""
+    if backend != "triton":
+        return x
+    pytest.importorskip("triton")
+    return where_triton_runs(x)
 
 
 def raw_op(backend):
@@ -292,21 +294,20 @@ def test_N18_a_readout_beyond_float16_is_not_a_silent_inf(fn):
 
 def test_N18_a_state_beyond_float16_in_the_kernels():
     """beta = 0 and g = 0 leave the state as it is, whatever its size."""
-    device = device_for("triton")
-    q = torch.full((1, 1, 1, 16), 0.25, dtype=torch.float16, device=device)
-    zero, state = torch.zeros(1, 1, 1, device=device), torch.full((1, 1, 16, 16), 1e5, device=device)
-    _, S = op(q, q, torch.zeros_like(q), zero, zero, initial_state=state, backend="triton")
-    assert torch.equal(S, state)
+    q, zero = torch.full((1, 1, 1, 16), 0.25, dtype=torch.float16), torch.zeros(1, 1, 1)
+    x = {"q": q, "k": q, "v": 0 * q, "g": zero, "beta": zero, "initial_state": torch.full((1, 1, 16, 16), 1e5)}
+    _, S = op(**for_backend(x, "triton"), backend="triton")
+    assert torch.equal(S.cpu(), x["initial_state"])
 
 
 def test_N18_short_keys_that_the_kernels_normalise():
     """Keys of 4e-4, which eps makes 0.4 long, and values of 200: no state is beyond 100, but what is written is
     multiplied by one over the key's length before it meets the key."""
-    device, gen = device_for("triton"), rng("N18", "short")
+    gen = rng("N18", "short")
     q, k = (1e-4 * randn(gen, 1, 20, 1, 16).sign() for _ in range(2))
     x = {"q": q, "k": k, "v": 200 * randn(gen, 1, 20, 1, 16).sign()}
     x = {n: t.half() for n, t in x.items()} | {"g": torch.full((1, 20, 1), -0.1), "beta": torch.full((1, 20, 1), 0.9)}
-    o, S = op(**{n: t.to(device) for n, t in x.items()}, use_qk_l2norm_in_kernel=True, backend="triton")
+    o, S = op(**for_backend(x, "triton"), use_qk_l2norm_in_kernel=True, backend="triton")
     o_ref, S_ref = recurrence(**(x | {"q": l2norm(x["q"]), "k": l2norm(x["k"])}))
     assert_close({"o": o.cpu(), "state": S.cpu()}, {"o": o_ref, "state": S_ref}, 1e-2)
 

@@ -661,6 +661,16 @@ def test_rows_unevenly_apart_are_copied():
     assert calls.by_token(torch.zeros(1, 20, 48, dtype=HALF)[..., 16:32].unflatten(-1, (1, 16))).stride(1) == 48
 
 
+@pytest.mark.parametrize("K, limit", [(128, {"maxnreg": 168}), (104, {})])
+def test_registers_are_not_limited_for_rows_unevenly_apart(K, limit, monkeypatch):
+    """An address for each element takes them all: 168 would leave 2.5 KB a thread in memory."""
+    monkeypatch.setattr(launch, "device_of", lambda _: launch.Device("sm_90", 132))
+    q, k, v, g, beta = (h.make(20, 1, 2, K, K, dtype=torch.float16)[n] for n in h.TOKEN_INPUTS)
+    plan = launch.make_plan(q, k, v, g, beta, None, None, None, None, 1.0, True, True, False, False, True)
+    options = plan.launches["prepare"].options
+    assert {n: x for n, x in options.items() if n == "maxnreg"} == limit
+
+
 @on_gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_S11_tensors_beyond_two_to_the_31(packed):

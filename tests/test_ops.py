@@ -24,6 +24,7 @@ from helpers import (
     rng,
     run,
     unit,
+    where_triton_runs,
     without,
 )
 
@@ -559,11 +560,6 @@ def test_triton_on_a_cpu_is_not_asked_for_too_late():
         [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=True
     ).stdout
     assert "TRITON_INTERPRET=1, set before triton is imported" in said
-
-
-def where_triton_runs(x):
-    """On the GPU, if there is one; else kernels are interpreted."""
-    return {n: t.cuda() if torch.is_tensor(t) and torch.cuda.is_available() else t for n, t in x.items()}
 
 
 def test_triton_serves_interpreted_or_says_what_it_cannot_do(monkeypatch):

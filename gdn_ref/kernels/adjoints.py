@@ -9,8 +9,7 @@ from the last segment down   (10.1).
 import triton
 import triton.language as tl
 
-from .backward import sized
-from .prep import END, FACTORS, load_factors
+from .prep import END, FACTORS, as_operand, load_factors
 from .scan import empty_or_unit, read_tile, remembered, rows_of, state_to_start, write_map, write_state, write_tile
 from .tiles import sequence
 
@@ -21,10 +20,10 @@ def step_back(dS, b_q, b_k, b_do, b_A, b_P, read, write, query, score, end):
     b_do = tl.trans(b_do).to(tl.float32)
     X = tl.dot(dS.to(b_k.dtype), tl.trans(b_k), input_precision="ieee") * write[None, :]
     dS = tl.dot((b_do * query[None, :]).to(b_q.dtype), b_q, acc=dS * end, input_precision="ieee")  # (9.6)
-    b_dP, top = sized(b_do * score[None, :], b_P)
-    X += tl.dot(b_dP, b_P, input_precision="ieee") * top[:, None]  # (9.4)
-    X, top = sized(X, b_A)
-    dv = tl.dot(X, b_A, input_precision="ieee") * top[:, None]  # (9.5)
+    b_dP, size = as_operand(b_do * score[None, :], b_P)
+    X += tl.dot(b_dP, b_P, input_precision="ieee") * size  # (9.4)
+    X, size = as_operand(X, b_A)
+    dv = tl.dot(X, b_A, input_precision="ieee") * size  # (9.5)
     return tl.dot((dv * -read[None, :]).to(b_k.dtype), b_k, acc=dS, input_precision="ieee"), dv
 
 

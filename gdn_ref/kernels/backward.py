@@ -16,8 +16,9 @@ k_i.(dv S^T)_i) from the state before it, over i >= t; z_j = beta_j l_j k_j.(E d
 j < t; gamma_C <S, dS'> past the chunk altogether   (9.13). The pairs of X are had as sums of its rows less sums of its
 columns, from i and j = t on, which costs least and is what (9.17) warns of: the pairs after t cancel, and at a token
 across which next to nothing passes only their rounding is left. So they are added up in float64, where that is 1e-15 of
-them, and without the diagonal: a query's own key is across nothing, and outweighs all the rest where tokens decay fast.
-Without beta, columns of X are k.c but for its part from after the chunk.
+them (of a token across which less than e^-30 of the rest passes dg has few digits), and without the diagonal: a query's
+own key is across nothing, and outweighs all the rest where tokens decay fast. Without beta, columns of X are k.c but
+for its part from after the chunk.
 
 Nothing is added up across programs, and no sum depends on who comes first. The adjoints are in adjoints.py, all else
 is here.
@@ -36,10 +37,10 @@ from .prep import (
     REST,
     WHOLE,
     WRITE,
+    as_operand,
     chunk_of_slot,
     inverse_lengths,
     load_factors,
-    unscaled,
 )
 from .scan import read_tile, rows_of, write_tile
 from .tiles import first_slot, load_rows, power, sequence, store_rows
@@ -58,16 +59,6 @@ def tokens_of_none(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr
         if slot >= first_slot(cu_seqlens, N, C):
             found = (token + i >= tl.load(cu_seqlens + N).to(tl.int64)) & (token + i < T)
     return token, found
-
-
-@triton.jit
-def sized(x, y):
-    """Rows of x [M, N] in the dtype of y, which they meet in a product, and what was taken out of them, [M]: float16
-    holds no numbers of any size, the others do."""
-    top = tl.full([x.shape[0]], 1.0, tl.float32)
-    if y.dtype == tl.float16:
-        x, top = unscaled(x)
-    return x.to(y.dtype), top
 
 
 # ------------------------------------------------------------------------------------------ states, in order
@@ -119,8 +110,8 @@ def states_kernel(
         # compute and store
         write_tile(m_S, row_S, BK, NT * VP, BK, b_S, BV, BK, TMA)
         KS = tl.dot(b_S.to(b_k.dtype), tl.trans(b_k), input_precision="ieee")
-        Y, top = sized(tl.trans(b_v).to(tl.float32) - read[None, :] * KS, b_A)  # (5.4)
-        b_E = tl.dot(Y, tl.trans(b_A), input_precision="ieee") * top[:, None]  # (9.3)
+        Y, size = as_operand(tl.trans(b_v).to(tl.float32) - read[None, :] * KS, b_A)  # (5.4)
+        b_E = tl.dot(Y, tl.trans(b_A), input_precision="ieee") * size  # (9.3)
         b_S = tl.dot((b_E * write[None, :]).to(b_k.dtype), b_k, acc=b_S * end, input_precision="ieee")  # (5.6)
         write_tile(m_E, row, VP, NT * C, BV, tl.trans(b_E.to(E.dtype.element_ty)), C, BV, TMA)
 

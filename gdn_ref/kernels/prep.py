@@ -63,6 +63,17 @@ def unscaled(x):
 
 
 @triton.jit
+def as_operand(x, y, SIZED: tl.constexpr = True):
+    """x [M, N] in the dtype of y, which it meets in a product, and what is left to multiply its rows by: if SIZED their
+    sizes [M, 1], where that dtype is float16, which holds no numbers of any size; else 1."""
+    size = 1.0
+    if SIZED and y.dtype == tl.float16:
+        x, top = unscaled(x)
+        size = top[:, None]
+    return x.to(y.dtype), size
+
+
+@triton.jit
 def chunk_of_slot(cu_seqlens, slot, T, N, C: tl.constexpr, PACKED: tl.constexpr):
     """(first token of the chunk in a slot, tokens from there to the end of its sequence: none in an empty slot)."""
     if PACKED:

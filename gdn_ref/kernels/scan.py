@@ -20,7 +20,7 @@ too large makes the state NaN for good, so that none is missed.
 import triton
 import triton.language as tl
 
-from .prep import END, FACTORS, load_factors, unscaled
+from .prep import END, FACTORS, as_operand, load_factors, unscaled
 from .tiles import load_rows, sequence, store_rows
 
 # A map that lets less than 2^-160 through is 0: the smallest float32 is 2^-149.
@@ -63,28 +63,15 @@ def write_tile(x, row, stride, length, width, tile, BR: tl.constexpr, BC: tl.con
 
 
 @triton.jit
-def as_operand(x, y, SIZED: tl.constexpr):
-    """x [M, N] in the dtype of y, which it meets in a product, and what is left to multiply its rows by: if SIZED their
-    sizes [M, 1], where that dtype is float16, which holds no numbers of any size; else 1."""
-    size = 1.0
-    if SIZED and y.dtype == tl.float16:
-        x, top = unscaled(x)
-        size = top[:, None]
-    return x.to(y.dtype), size
-
-
-@triton.jit
 def step(S, b_k, b_v, b_A, read, write, end, SCALED: tl.constexpr = True):
     """One chunk: from the state S^T [BV, K] before it the state after it, and the errors of its tokens as E^T [BV, C],
     with what is left to multiply them by: if SCALED, E is that of rows of Y of largest entry 1, and [BV, 1] their
     sizes."""
     b_S, height = as_operand(S, b_k, SCALED)
     KS = tl.dot(b_S, tl.trans(b_k), input_precision="ieee") * height
-    Y, size = tl.trans(b_v).to(tl.float32) - read[None, :] * KS, 1.0  # (V - diag(gamma) K S)^T   (5.4)
-    if SCALED:
-        Y, top = unscaled(Y)
-        size = top[:, None]
-    E = tl.dot(Y.to(b_A.dtype), tl.trans(b_A), input_precision="ieee")  # (9.3)
+    Y = tl.trans(b_v).to(tl.float32) - read[None, :] * KS  # (V - diag(gamma) K S)^T   (5.4)
+    b_Y, size = as_operand(Y, b_A, SCALED)
+    E = tl.dot(b_Y, tl.trans(b_A), input_precision="ieee")  # (9.3)
     late, width = as_operand(E * (size * write[None, :]), b_k, SCALED)
     if SCALED and b_k.dtype == tl.float16:
         S = S * end + tl.dot(late, b_k, input_precision="ieee") * width  # (5.6)
