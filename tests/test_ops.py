@@ -683,7 +683,7 @@ def test_upstream_gradients_of_any_strides(backend, kind, request):
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
     wide = {n: t.detach().cpu().double().requires_grad_() for n, t in x.items()}
     right = torch.autograd.grad(recurrence(**wide), list(wide.values()), [d.cpu().double() for d in upstream])
-    names = ["d_" + n for n in x]
+    names, found = ["d_" + n for n in x], [d.cpu() for d in found]
     assert_close(dict(zip(names, found, strict=True)), dict(zip(names, right, strict=True)))
 
 
