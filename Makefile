@@ -6,9 +6,12 @@ STAMP  := $(VENV)/.installed
 EXTRAS := notebooks,test,site,dev
 # The newest and the oldest Triton that the kernels are made for; both are tested, each laid over what .venv has: the
 # newest in full, the oldest by the first and the last case of every test. `make test` interprets as many under the newest
-# and compiles under both. Up to 3.6 the interpreter does not get along with NumPy 2.4.
+# and compiles under both. Up to 3.6 the interpreter does not get along with NumPy 2.4. The README's times were taken
+# with BENCHED.
 TRITONS := 3.9.0 3.4.0
+BENCHED := 3.6.0
 NUMPY_FOR_3.4.0 := numpy==2.2.6
+NUMPY_FOR_3.6.0 := numpy==2.2.6
 KERNELS_FOR_3.4.0 := short
 KERNEL_TESTS := $(sort $(wildcard tests/test_kernels*.py)) tests/test_compile.py
 # Of these the suite runs what needs no Triton; the rest has it in its name.
@@ -17,13 +20,15 @@ PARTLY := tests/test_ops.py tests/test_cases.py tests/test_compiler.py
 KERNELS := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),$(TRITONS:%=kernels-%))
 
 .DEFAULT_GOAL := help
-.PHONY: help book site lab test suite kernels lint clean
+.PHONY: help book site lab test suite kernels sanitize lint clean
 
 help:
 	@echo "make book   run every notebook, build the site into site/, end with a table of what was proved and checked"
 	@echo "make test   all tests: the suite and, beside it, the kernels, of whose cases some are left to make kernels"
 	@echo "make suite  the notebooks and everything that needs no Triton: pytest --nbval"
 	@echo "make kernels    the Triton kernels, interpreted and compiled for four architectures, under Triton $(TRITONS)"
+	@echo "make kernels-$(BENCHED)  the same under the release that the README's times are of, or under any other"
+	@echo "make sanitize   on a machine with a GPU and CUDA: kernel tests under compute-sanitizer, for reads out of bounds"
 	@echo "make lab    open the book in JupyterLab"
 	@echo "make site   the site alone, from the committed outputs"
 	@echo "make lint   ruff over code and notebooks"
@@ -60,6 +65,9 @@ suite: $(STAMP)
 	@$(RUN) -m pytest --nbval $(KERNEL_TESTS:%=--ignore=%)
 
 kernels: $(TRITONS:%=kernels-%)
+
+sanitize: $(STAMP)
+	@$(RUN) tests/sanitizing.py
 
 kernels-%: $(STAMP) | $(VENV)/triton-%
 	@echo "kernels under Triton $*"

@@ -4,17 +4,16 @@
     python tests/compiling.py --arch sm_90 --only scan
 
 Triton cannot interpret and compile in one process: this file is a program of its own, which test_compile.py runs. What
-is to be compiled, the modules of gdn_ref.kernels say themselves: `compile_targets(arch)` lists records with the fields
-name, kernel, signature, constexprs, num_warps, num_stages, hot, and, where they are needed, divisible (names of
-arguments that are multiples of 16; all pointers are taken to be) and maxnreg.
+is to be compiled, launches.py finds out by making calls; its Target says what is known of each. A module named by
+--module has a function compile_targets(arch) of its own.
 """
 
 import argparse
 import collections
 import dataclasses
 import fnmatch
+import functools
 import importlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -27,9 +26,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = sorted((ROOT / "gdn_ref" / "kernels").glob("*.py"))
-MODULES = tuple(f"gdn_ref.kernels.{path.stem}" for path in KERNELS if "def compile_targets(" in path.read_text())
-
 # name: (backend, architecture, lanes a warp, bytes of shared memory one program may have)
 CARDS = {
     "sm_80": ("cuda", 80, 32, 163 * 1024),
@@ -305,32 +301,27 @@ def stand_in_for_the_amd_linker(folder):
 # ---------------------------------------------------------------- all of them
 
 
-def targets(arch, modules=MODULES):
-    """Every target of every module that lists some, for one architecture. Of one that is not hot and is there for two
-    widths of heads, as those of float32 are, whose configuration does not depend on it, the wider alone."""
-    found = []
-    for name in modules:
-        if importlib.util.find_spec(name):
-            found += getattr(importlib.import_module(name), "compile_targets", lambda arch: [])(arch)
-    wider = {t.name for t in found if not t.hot}
-    return [t for t in found if t.hot or "/K128/" not in t.name or t.name.replace("/K128/", "/K256/") not in wider]
+@functools.cache
+def targets(arch, module):
+    """Every target of a module that lists some, for one architecture."""
+    return list(importlib.import_module(module).compile_targets(arch))
 
 
 def _work(task):
-    arch, n, modules = task
-    return compile_one(targets(arch, modules)[n], arch)
+    arch, n, module = task
+    return compile_one(targets(arch, module)[n], arch)
 
 
-def compile_all(archs, modules=MODULES, only="*", workers=None, short=False):
+def compile_all(archs, module, only="*", workers=None, short=False):
     """Rows of everything, compiled by as many processes as there are processors."""
     tasks = []
     for arch in archs:
         known = set()
-        for n, target in enumerate(targets(arch, modules)):
+        for n, target in enumerate(targets(arch, module)):
             wanted = not short or target.hot or target.kernel not in known
             known.add(target.kernel)
             if wanted and fnmatch.fnmatch(target.name, only):
-                tasks.append((arch, n, modules))
+                tasks.append((arch, n, module))
     with multiprocessing.get_context("fork").Pool(workers or os.cpu_count()) as pool:
         return pool.map(_work, tasks, chunksize=1)
 
@@ -361,7 +352,7 @@ def main():
     """Compile, print the table and the faults; exit 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--arch", action="append", choices=list(CARDS), help="all of them if left out")
-    parser.add_argument("--module", action="append", help="where to look; gdn_ref.kernels if left out")
+    parser.add_argument("--module", default="launches", help="whose compile_targets; those of launches.py if left out")
     parser.add_argument("--only", default="*", help="pattern of target names, such as 'scan*'")
     parser.add_argument("--short", action="store_true", help="what is hot, and one configuration of every other kernel")
     parser.add_argument("--json", help="write the rows here as well")
@@ -374,7 +365,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="gdn_ref_compile_") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # empty, or the compiler would not run and say nothing
         stand_in_for_the_amd_linker(folder)
-        rows = compile_all(args.arch or list(CARDS), args.module or MODULES, args.only, args.workers, args.short)
+        rows = compile_all(args.arch or list(CARDS), args.module, args.only, args.workers, args.short)
     print(f"Triton {triton.__version__}: {len(rows)} compilations in {time.perf_counter() - start:.0f} s")
     print(table(rows))
     faulty = [r for r in rows if r.faults]

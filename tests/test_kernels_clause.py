@@ -138,9 +138,10 @@ def test_a_sequence_alone_is_the_sequence_among_others(dtype, pretended):
         assert torch.equal(o[:, a:b], alone_o) and torch.equal(state[n], alone_state[0])
 
 
-def test_rows_that_are_cut_into_segments_agree_to_rounding(pretended, launched, monkeypatch):
-    """Where heads are few, a long row alone is cut into segments, which rows among others are not: then results are
-    equal to what 16 bits keep, and not bitwise. Interpreted, rows are eight times as short as those that are cut."""
+@pytest.fixture
+def long_rows(pretended, monkeypatch):
+    """Three rows of one head, on a device on which one alone is cut into segments and three are not. Interpreted, they
+    are eight times as short as those that are cut."""
     pretended(4)
     choose = launch.choose_segments
     rows = [choose(launch.device_of(None), launch.Config(64, 16, 4, 1, False), B, 64, 16, 2) for B in (1, 3)]
@@ -151,8 +152,30 @@ def test_rows_that_are_cut_into_segments_agree_to_rounding(pretended, launched, 
         )
     x = h.make(4096 if GPU else 512, 1, 1, 16, 16, B=3, decays="none", dtype=torch.bfloat16)
     x["beta"] = x["beta"] * 0.02  # or writes leave nothing of what is a segment away
-    o, state = call(x)
+    return x
+
+
+def test_rows_that_are_cut_into_segments_agree_to_rounding(long_rows, launched):
+    """Where heads are few, a long row alone is cut into segments, which rows among others are not: then results are
+    equal to what 16 bits keep, and not bitwise."""
+    o, state = call(long_rows)
     assert "segment_kernel" not in {name for name, _ in launched}
-    alone_o, alone_state = call({n: t[:1] for n, t in x.items()})
+    alone_o, alone_state = call({n: t[:1] for n, t in long_rows.items()})
     assert "segment_kernel" in {name for name, _ in launched}
     h.assert_close({"o": alone_o, "state": alone_state}, {"o": o[:1].double(), "state": state[:1].double()}, 1e-2)
+
+
+def test_batch_invariant_rows_have_the_bits_of_rows_alone(long_rows, launched, monkeypatch):
+    """GDN_REF_BATCH_INVARIANT=1: all are cut as if alone, forward and backward."""
+    monkeypatch.setattr(launch, "BATCH_INVARIANT", True)
+    do = to_device({"do": h.randn(h.rng("invariant"), *long_rows["v"].shape).to(torch.bfloat16)})["do"]
+
+    def trained(x, do):
+        leaves = {n: t.detach().requires_grad_() for n, t in to_device(x).items()}
+        o, state = gdn_ref.chunk_gated_delta_rule(**leaves, output_final_state=True, backend="triton")
+        return o, state, *torch.autograd.grad(o, list(leaves.values()), do)
+
+    found = trained(long_rows, do)
+    assert {"segment_kernel", "adjoint_segment_kernel"} <= {name for name, _ in launched}
+    alone = trained({n: t[1:2] for n, t in long_rows.items()}, do[1:2])
+    assert all(torch.equal(one[1:2], other) for one, other in zip(found, alone, strict=True))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .calls import Launch, current_stream
 from .gates import inverse_norm, log_decay, write_strength
-from .targets import CompileTarget
 
 # Entries of the state that one warp holds: 32 registers and, in float32, eight 16-byte loads in flight a lane. Twice as
 # many leave registers for half as many warps on a processor; half as many repeat what all rows of a head share.
@@ -222,37 +221,3 @@ def _inner_dense(x: Tensor) -> Tensor:
 def _steps(x: Tensor, n: int) -> tuple[int, ...]:
     """The first n strides of x; 0 along an axis of one entry, where a stride says nothing."""
     return tuple(step if size > 1 else 0 for step, size in zip(x.stride()[:n], x.shape, strict=False))
-
-
-def compile_targets(arch: str):
-    """Yield what a launch here can select, on any architecture: the tile follows from K and V.
-
-    One row each for a plain and a padded K, wide and narrow, with and without the state after each token.
-    """
-    for pool, K, V, keep in (
-        (torch.float32, 128, 128, False),
-        (torch.float32, 128, 128, True),
-        (torch.float32, 96, 100, True),
-        (torch.float32, 16, 16, False),
-        (torch.bfloat16, 128, 128, False),
-        (torch.bfloat16, 96, 100, True),
-        (torch.bfloat16, 256, 256, True),
-    ):
-        BK, BV = tile_of(K, V)
-        stored = "fp32" if pool == torch.float32 else "bf16"
-        constexprs = {"H": 4, "HV": 8, "K": K, "V": V, "BK": BK, "BV": BV, "HAS_KNOWN": keep, "KEEP": keep}
-        pointers = dict.fromkeys(("q", "k", "v", "a", "b", "o"), "bf16") | {"slots": "i64", "known": "i1"}
-        pointers |= {"A_log": "fp32", "dt_bias": "fp32", "pool": stored, "states": stored}
-        name = f"decode K{K} V{V} {stored} pool" + ", every state" * keep
-        yield _target(name, decode_kernel, constexprs, pointers)
-    BK, BV = tile_of(128, 128)
-    constexprs = {"HV": 8, "K": 128, "V": 128, "BK": BK, "BV": BV}
-    pointers = {"states": "fp32", "accepted": "i64", "pool": "fp32", "slots": "i64"}
-    yield _target("rollback K128 V128 fp32 pool", rollback_kernel, constexprs, pointers)
-
-
-def _target(name: str, kernel, constexprs: dict, pointers: dict[str, str]) -> CompileTarget:
-    numbers = [x for x in kernel.arg_names if x not in constexprs and x not in pointers]
-    signature = {x: "*" + t for x, t in pointers.items()} | {x: "fp32" if x == "scale" else "i32" for x in numbers}
-    divisible = tuple(x for x in numbers if x not in ("scale", "T", "n_states")) if constexprs["K"] % 16 == 0 else ()
-    return CompileTarget(name, kernel, signature, constexprs, num_warps=1, divisible=divisible)

@@ -8,6 +8,7 @@ be captured in a CUDA graph once it has run.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from torch import Tensor
 from .calls import Arguments, Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .prep import FACTORS, decay_kernel, prepare_kernel
 from .scan import scan_kernel, segment_kernel, starts_kernel
-from .targets import CompileTarget
 from .tiles import INTERPRETED, RELEASE
 
 # What Gluon is written in is there from Triton 3.6 on, and is not interpreted.
@@ -33,6 +33,8 @@ STAGES_OF_KEEPERS = 2
 ROWS_A_START = 64
 # Heads whose gates one program adds up: neighbours in memory, so that a token's are read together.
 HEADS_A_PROGRAM = 16
+# Whether each row, or packed sequence, is cut as if it were alone, so that its bits do not depend on its mates' number.
+BATCH_INVARIANT = os.environ.get("GDN_REF_BATCH_INVARIANT") == "1"
 # Nine descriptors of 128 bytes, which a scan in segments that keeps what it passes through has.
 SCRATCH_A_PROGRAM = 1152
 
@@ -111,6 +113,11 @@ def stand_in(device: torch.device) -> str:
     return "" if name in CONFIGS else f", cut as for {in_table(name)}: nobody has chosen for {name} yet"
 
 
+def heads_to_cut_for(sequences: int, heads: int) -> int:
+    """By how many sequences times heads it is chosen how each is cut."""
+    return heads if BATCH_INVARIANT else sequences * heads
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two from 16 that is at least n: the least that a product takes."""
     return max(16, triton.next_power_of_2(n))
@@ -136,7 +143,7 @@ def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return hopper_scan is not None and fits and all(x.shape[1] * x.stride(1) < 2**34 for x in (q, k, v))
 
 
-def registers(device: Device, itemsize: int, K: int, norm: bool, even: bool = True) -> dict[str, int]:
+def registers(device: Device, itemsize: int, K: int, norm: bool, even: bool) -> dict[str, int]:
     """What limits the registers of prepare_kernel, if anything: rows that are squared take four more than let three
     programs run side by side on a Hopper processor, and two take a third longer. Rows that are not even, 16 elements
     and so many times 16 apart, have an address for each element, which take all there are."""
@@ -313,16 +320,20 @@ def gates(g, beta, A_log, dt_bias, beta_is_raw: bool, allow_neg_eigval: bool) ->
     return *there, beta_is_raw, 2.0 if allow_neg_eigval else 1.0
 
 
-def preparing(sizes, shape, strides, scale, packed, norm, bound, gates, config, **options) -> tuple[Launch, Launch]:
+def preparing(
+    device: Device, itemsize: int, sizes, shape, strides, scale, packed, norm, bound, gates, config
+) -> tuple[Launch, Launch]:
     """decay_kernel and prepare_kernel, with which forward and backward begin. sizes: tokens, sequences, slots; shape:
     H, HV, K, V; strides: of q, k, g and beta from token to token; config: C and prepare_warps of it count."""
     (T, N, slots), (_, HV, K, V), C, (q_, k_, g_, b_) = sizes, shape, config.C, strides
     heads = min(HEADS_A_PROGRAM, triton.next_power_of_2(HV))
+    BK = max(C, power_of_two(K))  # as wide as the inverse's tiles: ptxas 12.8 may lose the address of two kinds
+    even = q_ % 16 == k_ % 16 == 0
     decay = Launch(decay_kernel, slots * -(-HV // heads), (T, N, slots, g_, b_, HV, C, heads, packed, *gates))
     prepare = Launch(
         prepare_kernel, slots * HV,
-        (T, N, slots, scale, q_, k_, *shape, C, power_of_two(K), power_of_two(V), packed, norm, bound),
-        num_warps=config.prepare_warps, num_stages=1, **options,
+        (T, N, slots, scale, q_, k_, *shape, C, BK, power_of_two(V), packed, norm, bound),
+        num_warps=config.prepare_warps, num_stages=1, **registers(device, itemsize, K, norm, even),
     )  # fmt: skip
     return decay, prepare
 
@@ -362,25 +373,24 @@ def make_plan(
     (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
     packed = cu_seqlens is not None
     N = len(cu_seqlens) - 1 if packed else B
-    device, copied = device_of(q.device), can_copy(q, k, v)
+    device, copied, heads = device_of(q.device), can_copy(q, k, v), heads_to_cut_for(N, HV)
     gluon = copied and fits_hopper(q, k, v)
     if config is None:
         where = device if copied else device.without_copies()
-        config, chosen = choose_cut(where, q.element_size(), K, V, N * HV, 0 if packed else T, gluon)
+        config, chosen = choose_cut(where, q.element_size(), K, V, heads, 0 if packed else T, gluon)
         segments = chosen if segments is None else segments
     C, BK, tma, gluon = config.C, power_of_two(K), config.tma and copied, config.gluon and gluon
     NT, NV = -(-T // C), -(-V // config.BV)
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
-        segments = 1 if packed else choose_segments(device, config, N * HV * NV, NT, K, q.element_size())
+        segments = 1 if packed else choose_segments(device, config, heads * NV, NT, K, q.element_size())
     length, segments = cut(NT, segments)
     kept = keep is not None and keep(q, k, v, cu_seqlens) == (C, NV * config.BV)  # never None: that compiles anew
     strides = q_, k_, v_, g_, b_ = [0 if x is None else x.stride(1) for x in (q, k, v, g, beta)]
     decay, prepare = preparing(
-        (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
+        device, q.element_size(), (T, N, slots), (H, HV, K, V), (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
         segments > 1 or (kept and not packed),  # the backward pass may cut segments where this one does not
         gates(g, beta, A_log, dt_bias, beta_is_raw, allow_neg_eigval), config,
-        **registers(device, q.element_size(), K, use_qk_l2norm, even=q_ % 16 == k_ % 16 == 0),
     )  # fmt: skip
     flags = packed, initial is not None, output_final_state, state_v_first
     sizes, shape = (T, slots, segments, length), (H, HV, K, V, C, BK, config.BV)
@@ -447,117 +457,3 @@ def _shapes(dtype, maps, HV, slots, C, BK, NV, BV, segmented, kept, tma, gluon) 
     if tma:
         work["scratch"] = (maps * NV * SCRATCH_A_PROGRAM,), torch.uint8
     return Work(work), for_backward
-
-
-# ---------------------------------------------------------------------------------------------------- compile test
-
-
-def compile_targets(architecture: str) -> list[CompileTarget]:
-    """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
-    targets = []
-    for itemsize, wide in CONFIGS[in_table(architecture)]:
-        configs = configs_for(architecture, itemsize, 256 if wide else 128)
-        for config in configs:
-            how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
-            targets += _targets_of(architecture, config, *how, all_kernels=config == configs[0])
-    return targets + (_uneven_targets() if architecture in ("sm_90", "sm_100") else [])
-
-
-def _uneven_targets() -> list[CompileTarget]:
-    """The scan where rows are no multiple of 16 bytes, see Device.without_copies: nobody's hot path."""
-    (config,) = configs_for("sm_80", 2, 128)
-    _, scan, options = _scan_target(config, "bf16", 128)
-    cut, options = {**scan, "PACKED": False, "SEGMENTED": True}, {**options, "hot": False}
-    kinds = {"packed": scan, "segmented": cut}
-    targets = [_target(f"scan/uneven/{kind}", scan_kernel, "bf16", kinds[kind], **options) for kind in kinds]
-    return [t._replace(divisible=()) for t in targets]
-
-
-def keep_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
-    """The scans that keep what the backward pass needs; where they do, launch_backward.py says."""
-    name, (_, scan, options) = f"scan/{dtype}/K{K}/C{config.C}/BV{config.BV}", _scan_target(config, dtype, K)
-    scan |= {"KEEP": True}
-    targets = [_target(f"{name}/packed/keep", scan_kernel, dtype, scan, **options)]
-    if dtype != "fp32":
-        targets.append(_target(f"{name}/packed/keep/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
-        if config == configs_for("sm_90", 2, K)[0]:  # the narrow one, which alone is cut into segments
-            scan |= {"PACKED": False, "SEGMENTED": True}
-            targets.append(_target(f"{name}/segmented/keep", scan_kernel, dtype, scan, **options))
-    return targets
-
-
-def _scan_target(config: Config, dtype: str, K: int) -> tuple[dict, dict, dict]:
-    """The constants that every kernel has, those of the scan, and the scan's options."""
-    shape = {"H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K}
-    scan = {
-        **shape, "BV": config.BV, "HAS_INITIAL": True, "HAS_FINAL": True, "V_FIRST": True, "PACKED": True,
-        "SEGMENTED": False, "KEEP": False, "TMA": config.tma, "STAGES": config.stages,
-        "PASS": 0 if dtype == "fp32" else 1,
-    }  # fmt: skip
-    return shape, scan, {"num_warps": config.warps, "num_stages": config.stages, "hot": dtype != "fp32"}
-
-
-def _targets_of(architecture: str, config: Config, dtype: str, K: int, all_kernels: bool) -> list[CompileTarget]:
-    where = f"{dtype}/K{K}/C{config.C}"
-    shape, scan, options = _scan_target(config, dtype, K)
-    name = f"{where}/BV{config.BV}"
-    targets = [_target(f"scan/{name}/packed", scan_kernel, dtype, scan, **options)]
-    if dtype != "fp32":
-        targets.append(_target(f"scan/{name}/packed/again", scan_kernel, dtype, {**scan, "PASS": 2}, **options))
-    if config.gluon and hopper_scan is not None:
-        targets += _gluon_targets(config, dtype, K)
-    if not all_kernels:
-        return targets
-    prepare = {**shape, "BV": K, "PACKED": False, "NORM": False, "BOUND": dtype != "fp32" and K <= 128}
-    how = {"num_warps": config.prepare_warps, "hot": dtype != "fp32"}
-    targets.append(_target(f"prepare/{where}", prepare_kernel, dtype, prepare, **how))
-    raw = {"PACKED": True, "NORM": True, "BOUND": False}
-    how |= registers(Device(architecture, 1), 2 if dtype == "bf16" else 4, K, norm=True)
-    targets.append(_target(f"prepare/{where}/packed/norm", prepare_kernel, dtype, {**prepare, **raw}, **how))
-    if K <= 128:  # where the backward pass may cut segments
-        both = {**prepare, "NORM": True, "BOUND": True}
-        targets.append(_target(f"prepare/{where}/norm", prepare_kernel, dtype, both, **how))
-    gates = {**shape, "BH": HEADS_A_PROGRAM, "PACKED": True, "LARGEST_BETA": 1.0}
-    gates |= dict.fromkeys(("HAS_G", "RAW_G", "HAS_BIAS", "HAS_BETA", "RAW_BETA"), True)
-    targets.append(_target(f"decay/{where}/raw", decay_kernel, dtype, gates, num_warps=4, hot=dtype != "fp32"))
-    if dtype != "fp32" and K <= 128:
-        dense = {**scan, "PACKED": False, "SEGMENTED": True}
-        targets.append(_target(f"scan/{name}/segmented", scan_kernel, dtype, dense, **options))
-        again = {**options, "hot": False}  # hardly ever anything is left to do
-        targets.append(_target(f"scan/{name}/segmented/again", scan_kernel, dtype, {**dense, "PASS": 2}, **again))
-        targets.append(_target(f"segment/{name}", segment_kernel, dtype, dense, **options))
-    return targets
-
-
-def _gluon_targets(config: Config, dtype: str, K: int) -> list[CompileTarget]:
-    """The scan of hopper_scan.py, what comes before it where it is cut into segments, and what may come after it."""
-    where, (_, scan, options) = f"{dtype}/K{K}/C{config.C}", _scan_target(config, dtype, K)
-    cut, name = {**scan, "PACKED": False, "SEGMENTED": True, "PASS": 2}, f"{where}/BV{config.BV}"
-    targets = [
-        _target(f"segment/{name}", segment_kernel, dtype, cut, **options),
-        # what goes round once a segment, and not once a chunk, is not hot
-        _target(f"starts/{where}", starts_kernel, dtype, {**cut, "BV": ROWS_A_START}, num_warps=4, hot=False),
-    ]
-    for keep, stages in ((False, config.stages), (True, STAGES_OF_KEEPERS)):
-        kernel, end = hopper_scan.hopper_scan_kernel, "/keep" * keep
-        twin = {**scan, "KEEP": keep, "STAGES": stages}
-        for kind, how in (("", {}), ("/dense", {"PACKED": False}), ("/fresh", {"HAS_INITIAL": False})):
-            which = f"hopper_scan/{name}{end}{kind}"
-            targets.append(_target(which, kernel, dtype, twin | how, num_warps=config.warps))
-        again = {"num_warps": config.warps, "num_stages": config.stages, "hot": False}
-        targets.append(_target(f"scan/{name}/segmented{end}/again", scan_kernel, dtype, {**cut, "KEEP": keep}, **again))
-    return targets
-
-
-def _target(name: str, kernel, dtype: str, constants: dict, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "o", "R", "kept_S", "kept_E")
-    known = {"cu_seqlens": "*i64", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
-    known["tiles"] = "*fp32" if dtype == "fp32" else "*fp16"
-    known |= {x: "*fp32" for x in ("g", "beta", "A_log", "dt_bias", "factors", "initial", "final", "B", "starts")}
-    known |= {"forgets": "*i32", "done": "*i32"}
-    if not constants.get("KEEP"):  # as in a call
-        constants = constants | {"kept_S": None, "kept_E": None}
-    constants = {x: constants[x] for x in kernel.arg_names if x in constants}
-    signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
-    strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith("initial_"))
-    return CompileTarget(name, kernel, signature, constants, divisible=strides, **options)

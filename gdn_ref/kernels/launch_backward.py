@@ -29,7 +29,6 @@ from .backward import (
 )
 from .calls import Arguments, Launch, Work, arrange, can_copy, kind_of_call, launch_all, new_tensors, recalled_or_made
 from .launch import HAS_GLUON, Device, device_of, power_of_two, state_strides
-from .targets import CompileTarget
 
 hopper = None
 if HAS_GLUON:
@@ -194,7 +193,7 @@ def _cut(q, k, v, do, cu_seqlens, config: Config | None = None) -> tuple[Config,
     V, copied = v.shape[3], can_copy(q, k, v, do)
     if config is None:
         device = device_of(q.device)
-        heads = v.shape[2] * (len(q) if cu_seqlens is None else len(cu_seqlens) - 1)
+        heads = launch.heads_to_cut_for(len(q) if cu_seqlens is None else len(cu_seqlens) - 1, v.shape[2])
         config = choose_config(
             device if copied else device.without_copies(), q.element_size(), q.shape[3], V, heads,
             cu_seqlens is not None,
@@ -295,7 +294,7 @@ def make_plan(
     NT, NV = -(-T // C), VP // BV
     slots = T // C + N + 1 if packed else B * NT
     if segments is None:
-        counts = N * HV * NV, NT, K, q.element_size()
+        counts = launch.heads_to_cut_for(N, HV) * NV, NT, K, q.element_size()
         segments = 1 if packed else launch.choose_segments(device_of(q.device), config, *counts)
     length, segments = launch.cut(NT, segments)
     q_, k_, v_, g_, b_ = (0 if x is None else x.stride(1) for x in (q, k, v, g, beta))
@@ -303,7 +302,8 @@ def make_plan(
     sizes, scan, launches = (T, N, slots), (*shape, C, KP, BV, VP, packed), {}
     if not kept:
         launches["decay"], launches["prepare"] = launch.preparing(
-            sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm, segments > 1, gates, config
+            device_of(q.device), q.element_size(), sizes, shape, (q_, k_, g_, b_), scale, packed, use_qk_l2norm,
+            segments > 1, gates, config,
         )
         launches["states"] = Launch(
             states_kernel, N * HV * NV,
@@ -391,103 +391,3 @@ def _shapes(q, k, v, g, beta, A_log, initial, slots, KP, VP, NK, config: Config,
         **({} if A_log is None else {"share": (g.shape, single)}),
     }
     return work, results
-
-
-# ---------------------------------------------------------------------------------------------------- compile test
-
-
-def compile_targets(architecture: str) -> list[CompileTarget]:
-    """Every configuration that can be selected on an architecture, with the kernels that it compiles."""
-    targets = []
-    for itemsize, wide in CONFIGS[launch.in_table(architecture)]:
-        configs = configs_for(architecture, itemsize, 256 if wide else 128)
-        how = "bf16" if itemsize == 2 else "fp32", 256 if wide else 128
-        for config, forward in zip(configs, launch.configs_for(architecture, itemsize, how[1]), strict=True):
-            targets += _targets_of(config, configs[0], *how)
-            segmented = config == configs[0] and how == ("bf16", 128)  # the narrow one, as in the forward
-            targets += _adjoints_targets(config, *how, segmented)
-            if config.C == forward.C and how[1] <= WIDEST_KEPT:
-                targets += launch.keep_targets(forward, *how)
-                targets += _adjoints_targets(config, *how, segmented, kept=True) if itemsize == 2 else []
-    return targets
-
-
-def _adjoints_targets(config: Config, dtype: str, K: int, segmented: bool, kept: bool = False) -> list[CompileTarget]:
-    """The adjoints, in segments too, from A and P in the dtype of the products or as the forward pass has kept them,
-    which are float16 for 16-bit inputs."""
-    scan, options = _adjoints_target(config, dtype, K)
-    name, tiles = f"{dtype}/K{K}/C{config.C}/BV{config.BV}" + "/kept" * kept, "fp16" if kept else dtype
-    targets = [_target(f"adjoints/{name}", adjoints_kernel, dtype, scan, tiles, **options)]
-    if segmented:
-        scan |= {"PACKED": False, "SEGMENTED": True}
-        targets.append(_target(f"adjoints/{name}/segmented", adjoints_kernel, dtype, scan, tiles, **options))
-        targets.append(_target(f"adjoint_segments/{name}", adjoint_segment_kernel, dtype, scan, tiles, **options))
-    return targets
-
-
-def _adjoints_target(config: Config, dtype: str, K: int) -> tuple[dict, dict]:
-    """The constants of all kernels that go through the chunks in reverse, or all at once, and the adjoints' options."""
-    gates = {
-        "HAS_G": True, "RAW_G": True, "HAS_BIAS": True, "HAS_BETA": True, "RAW_BETA": True, "LARGEST_BETA": 1.0,
-    }  # fmt: skip
-    scan = {
-        "H": 16, "HV": 64, "K": K, "V": K, "C": config.C, "BK": K, "BV": config.BV, "VP": K,
-        "PACKED": True, "SEGMENTED": False, "HAS_INITIAL": True, "HAS_DFINAL": True, "HAS_DINITIAL": True,
-        "V_FIRST": True, "NORM": True, "TMA": config.tma, "STAGES": config.stages_back, **gates,
-    }  # fmt: skip
-    return scan, {"num_warps": config.warps, "num_stages": config.stages_back, "hot": dtype != "fp32"}
-
-
-def _targets_of(config: Config, first: Config, dtype: str, K: int) -> list[CompileTarget]:
-    """The kernels of one configuration that those of the first of its device do not cover."""
-    where = f"{dtype}/K{K}/C{config.C}"
-    scan, _ = _adjoints_target(config, dtype, K)
-    hot = dtype != "fp32"
-    states = {"num_warps": config.warps, "num_stages": config.stages, "hot": hot}
-    name = f"{where}/BV{config.BV}"
-    targets = [_target(f"states/{name}", states_kernel, dtype, {**scan, "STAGES": config.stages}, **states)]
-    blocks = {**scan, "BK": config.BK, "BV": config.block, "KP": K}
-    name = f"{where}/BK{config.BK}/BV{config.block}"
-    if config == first or config[-4:] != first[-4:]:  # BK and what follows it
-        targets.append(_gradients_target(f"gradients/{name}/packed", config, dtype, {**blocks, "NORM": False}))
-    if config != first:
-        return targets
-    if config.gluon and hopper is not None and K == 128:
-        for norm in (False, True):
-            halves = {**scan, "BK": K // 2, "NORM": norm}
-            kernel, at = hopper.hopper_gradients_kernel, f"hopper/{where}" + "/norm" * norm
-            targets.append(_target(at, kernel, dtype, halves, num_warps=hopper.WARPS))
-    if K == 128 or dtype == "fp32":  # keys that are no wider than a block, whose norm is this kernel's business
-        whole = {**blocks, "K": config.BK, "KP": config.BK}
-        targets.append(_gradients_target(f"gradients/{name}/norm", config, dtype, whole))
-    if K == 128:  # V in several blocks
-        wide = {**blocks, "V": 2 * K, "VP": 2 * K, "NORM": False}
-        targets.append(_gradients_target(f"gradients/{name}/V{2 * K}", config, dtype, wide, hot=False))
-    stages = _gradient_stages(config, K)
-    blocks |= {"BK": config.block, "EXACT": dtype == "fp32", "STAGES": stages}
-    how = {"num_warps": config.prepare_warps, "num_stages": stages, "hot": hot}
-    targets.append(_target(f"pairs/{where}", pairs_kernel, dtype, blocks, **how))
-    sums = {**scan, "NK": -(-K // config.BK), "BK": config.BK}
-    targets.append(_target(f"finish/{where}", finish_kernel, dtype, sums, num_warps=2, hot=hot))
-    for last in (False, True):
-        name = f"lengths/{where}" + "/last" * last
-        targets.append(_target(name, lengths_kernel, dtype, {**scan, "LAST": last}, num_warps=8, hot=hot))
-    return targets
-
-
-def _gradients_target(name: str, config: Config, dtype: str, constants: dict, hot: bool = True) -> CompileTarget:
-    stages = _gradient_stages(config, constants["VP"])
-    how = {"num_warps": config.gradient_warps, "num_stages": stages, "hot": hot and dtype != "fp32"}
-    return _target(name, gradients_kernel, dtype, {**constants, "STAGES": stages}, **how)
-
-
-def _target(name: str, kernel, dtype: str, constants: dict, tiles: str | None = None, **options) -> CompileTarget:
-    of_dtype = ("q", "k", "v", "do", "dv", "dq", "dk", "S", "E", "dS", "pairs", "R")
-    singles = ("g", "beta", "A_log", "dt_bias", "factors", "initial", "dfinal", "dinitial", "decays", "lengths", "sums")
-    singles += ("tops", "dg", "dbeta", "share", "B")
-    known = {"cu_seqlens": "*i64", "forgets": "*i32", "scale": "fp32", **{x: f"*{dtype}" for x in of_dtype}}
-    known |= {x: "*fp32" for x in singles} | {"tiles": f"*{tiles or dtype}", "within": "*fp64"}
-    constants = {x: constants[x] for x in kernel.arg_names if x in constants}
-    signature = {x: known.get(x, "i32") for x in kernel.arg_names if x not in constants}
-    strides = tuple(x for x in signature if x.endswith("_stride") or x.startswith(("initial_", "final_")))
-    return CompileTarget(name, kernel, signature, constants, divisible=strides, **options)

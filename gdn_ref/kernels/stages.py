@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..arguments import check_stage, check_tensor
 from ..chunks import prepare_chunk_indices
-from .targets import CompileTarget
 from .tiles import (
     LOG2E,
     WIDENED,
@@ -248,15 +247,6 @@ def chunk_output_kernel(
 
 
 # ------------------------------------------------------------------------------------------ host functions
-
-KERNELS = (
-    chunk_local_cumsum_kernel,
-    chunk_scaled_dot_kkt_fwd_kernel,
-    solve_tril_kernel,
-    recompute_w_u_fwd_kernel,
-    chunk_states_kernel,
-    chunk_output_kernel,
-)
 
 
 class Chunks(NamedTuple):
@@ -514,45 +504,3 @@ def _warps(dtype: torch.dtype, state: int = 0) -> int:
     """Warps for a kernel whose operands have this dtype, and that holds a state of so many keys: 8 for more than 128,
     and for float32, whose products are unrolled multiply-adds and compile for three times as long with 4."""
     return 8 if dtype == torch.float32 or state > 128 else 4
-
-
-# ------------------------------------------------------------------------------------------ for the compile test
-
-
-def compile_targets(arch: str):
-    """Yield a CompileTarget for every kernel, by 16-bit and by float32 operands; none is hot.
-
-    Tiles along K and V are at most 64 wide, so one width does for all kernels but chunk_states_kernel, which holds the
-    whole of K, and for those whose operands may differ in width. bfloat16 and float16 compile alike.
-    """
-    for kernel in KERNELS:
-        yield _target_of(kernel, torch.bfloat16, 256, 256, packed=False)
-        yield _target_of(kernel, torch.float32, 256, 256, packed=True)
-    yield _target_of(chunk_states_kernel, torch.bfloat16, 128, 128, packed=True)
-    for kernel in (recompute_w_u_fwd_kernel, chunk_states_kernel, chunk_output_kernel):
-        for K, V in ((256, 20), (20, 256)):
-            yield _target_of(kernel, torch.bfloat16, K, V, packed=False)
-
-
-def _target_of(kernel, dtype: torch.dtype, K: int, V: int, packed: bool) -> CompileTarget:
-    tokens = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-    others = ("g", "beta", "A", "X", "out", "h", "delta", "o", "initial_state", "final_state")
-    pointers = dict.fromkeys(("q", "k", "v", "w", "u"), tokens) | dict.fromkeys(others, "*fp32")
-    pointers |= dict.fromkeys(("A", "X"), tokens) if kernel is solve_tril_kernel else {}
-    sizes = {"H": 2, "HV": 4, "K": K, "V": V, "BT": 64, "BK": _tile(K, dtype), "BV": _tile(V, dtype)}
-    states = {"BK": _state_rows(K, dtype), "BV": _state_columns(V, dtype)}
-    sizes |= states if kernel is chunk_states_kernel else {}
-    flags = {"USE_G": True, "USE_INITIAL_STATE": True, "IS_VARLEN": packed, "SCALE": 1.0, "REVERSE": False}
-    operands = {"DT": tl.float32 if dtype == torch.float32 else tl.float16}
-    name = f"{kernel.__name__} K{K} V{V} {tokens[1:]}{' packed' if packed else ''}"
-    warps = _warps(dtype, K if kernel is chunk_states_kernel else 0)
-    return _target(name, kernel, pointers, sizes | flags | operands, warps, packed)
-
-
-def _target(name: str, kernel, pointers: dict[str, str], constexprs: dict, warps: int, packed: bool) -> CompileTarget:
-    where = ("cu_seqlens", "chunk_indices", "chunk_offsets")
-    pointers = pointers | (dict.fromkeys(where, "*i64") if packed else {}) | {"T": "i32", "scale": "fp32"}
-    constexprs = constexprs | ({} if packed else dict.fromkeys(where))
-    signature = {x: pointers[x] for x in kernel.arg_names if x in pointers}
-    constexprs = {x: constexprs[x] for x in kernel.arg_names if x in constexprs}
-    return CompileTarget(name, kernel, signature, constexprs, warps, hot=False)
