@@ -37,6 +37,28 @@ def gradients_huge_decay(probe: Probe) -> None:
         probe.agrees(gradients=True, dtype=dtype, decays="huge_then_small", T=70)
 
 
+@holds("gradients, sparse decay", "where next to nothing passes, a difference of sums leaves rounding in place of dg",
+       chapter=9, needs="gradients")  # fmt: skip
+def gradients_sparse_decay(probe: Probe) -> None:
+    """g of about -20 at every eighth token, -0.01 at the others. dg of the strong ones is so small that no norm over
+    all tokens sees it, so it is compared alone too."""
+    for dtype in probe.dtypes:
+        recipe = probe.fit(dtype=dtype, decays="sparse", T=70)
+        with probe.case(recipe):
+            call = probe.make(recipe)
+            found = probe.with_gradients(call)
+            right = functools.partial(_with_sparse_dg, with_state="state" in found)
+            probe.compare(_sparse_dg_apart(found), right(call), call, recipe, right)
+
+
+def _with_sparse_dg(call, with_state: bool) -> dict:
+    return _sparse_dg_apart(cases.expected(call, wanted=True, with_state=with_state))
+
+
+def _sparse_dg_apart(found: dict) -> dict:
+    return {**found, "dg of strong decays": found["dg"][:, cases.SPARSE]}
+
+
 @holds("gradients, exact reset", "0 * inf in a gradient is NaN: the exponent is masked before exp", chapter=7,
        needs="gradients")  # fmt: skip
 def gradients_exact_reset(probe: Probe) -> None:

@@ -34,8 +34,10 @@ DECAYS = {
     "strong": "g about -5",
     "deep": "g about -30",
     "huge_then_small": "g about -1000 at a fifth of the tokens, -0.01 at the others",
+    "sparse": "g about -20 at every eighth token, -0.01 at the others",
     "reset": "g = -inf at a fifth of the tokens, -0.001 at the others",
 }
+SPARSE = slice(7, None, 8)  # the tokens of "sparse" that decay
 KEYS = {
     "random": "unit keys in random directions",
     "correlated": "unit keys that share a direction (randn + 1, normalised)",
@@ -165,6 +167,10 @@ def _decays(r: Recipe, source: Source) -> Tensor:
         return -torch.exp(source.uniform(1, 1, r.HV)) * softplus(source.normal(*shape))
     if r.decays == "huge_then_small":
         return torch.where(fifth, -1000 * jitter, -0.01 * jitter)
+    if r.decays == "sparse":  # within a factor e of one another: were they further apart, one would be their norm
+        g = -0.01 * jitter
+        g[:, SPARSE] = -19 - jitter[:, SPARSE]
+        return g
     if r.decays == "reset":
         return torch.where(fifth, -INF, -1e-3 * jitter)
     return {"slow": -1e-3, "strong": -5.0, "deep": -30.0}[r.decays] * jitter
