@@ -129,8 +129,7 @@ def hopper_scan_kernel(
     if HAS_INITIAL:
         initial += (n * segments + segment).to(gl.int64) * initial_n + h.to(gl.int64) * initial_h
         S = gl.load(initial + row_v * initial_v + row_k * initial_k).to(gl.float32)
-    p_end = factors + END * C
-    end = gl.load(p_end + first.to(gl.int64) * (FACTORS * C), mask=first < last, other=0.0)
+    p_end = factors + (first.to(gl.int64) * FACTORS + END) * C
     nothing = gl.zeros([BV, C], gl.float32, TOKENS)
     for chunk in range(first, last):
         # load
@@ -142,7 +141,6 @@ def hopper_scan_kernel(
             chunk + STAGES - 1, last, b_k.index(free), b_q.index(free), b_v.index(free), b_A.index(free),
             b_P.index(free), b_factors.index(free), k, q, v, A, P, factors, L, k_eighth, q_eighth, v_eighth, C, WARPS,
         )  # fmt: skip
-        next_end = gl.load(p_end + (chunk + 1).to(gl.int64) * (FACTORS * C), mask=chunk + 1 < last, other=0.0)
         # compute and store
         state = S.to(dtype)
         left = gl.convert_layout(state, LEFT)
@@ -155,6 +153,8 @@ def hopper_scan_kernel(
         numbers = b_factors.index(stage)
         read = numbers.slice(READ, 1).load(TOKENS)
         b_Y = b_v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
+        end = gl.load(p_end)  # while products run; a chunk ahead it would take registers that are not there
+        p_end += FACTORS * C
         KS, left = warpgroup_mma_wait(1, deps=[KS, left])
         Y = gl.convert_layout((b_Y - read * KS).to(tiles.dtype.element_ty), LEFT)  # (5.4)
         E = warpgroup_mma(Y, b_A.index(stage).permute([1, 0]), nothing, use_acc=False, is_async=True)  # (9.3)
@@ -175,7 +175,6 @@ def hopper_scan_kernel(
         b_o.permute([1, 0]).store((O + PE * score).to(dtype))  # (5.5)
         barrier()
         store_rows(o + (chunk * C).to(gl.int64) * (HV * V), HV * V, L - chunk * C, b_o, WARPS)
-        end = next_end
         S, late = warpgroup_mma_wait(0, deps=[S, late])
 
     again = lost(S, BV * K) & (first < last)
