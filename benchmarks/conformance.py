@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> dict:
         waiting, running, heads = [], [], {}
         for name in args.impl:
             many = PROCESSES.get(name, 1) if args.device != "cpu" else 1
-            waiting += [(name, names[n::many]) for n in range(many)]
+            waiting += [(name, names[n::many]) for n in range(min(many, len(names)))]
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < args.jobs:
                 running.append(Worker(*waiting.pop(0), args, Path(folder)))
@@ -192,33 +192,32 @@ def _version(package: str) -> str | None:
 
 
 def merged(recorded: dict, new: dict) -> dict:
-    """The recorded file with this machine's verdicts in the place of older ones of the same kind of device; but where
-    some were asked for alone, because an earlier run had no time for them, they join those of that run."""
+    """The recorded file with this machine's verdicts in the place of older ones of the same kind of device; what was
+    found there with the same Python, torch and Triton, and not again, stays."""
     machines = {m["device"]: m for m in recorded.get("machines", [])}
-    machines[new["device"]] = completed(machines.get(new["device"], new), new)
+    old = machines.get(new["device"], {"reports": []})
+    if old["reports"] and all(old.get(n) == new.get(n) for n in ("level", "python", "torch", "triton")):
+        reports = {r["name"]: r for r in old["reports"]}
+        reports |= {r["name"]: completed(reports.get(r["name"], r), r) for r in new["reports"]}
+        new = new | {"reports": list(reports.values())}
+    machines[new["device"]] = new
     properties = [{"name": p.name, "reason": p.reason, "chapter": p.chapter, "full": p.full} for p in suite.PROPERTIES]
     return {"bounds": {dtype: bound._asdict() for dtype, bound in BOUNDS.items()}, "properties": properties,
             "machines": sorted(machines.values(), key=lambda m: m["device"] != "cpu")}  # fmt: skip
 
 
 def completed(old: dict, new: dict) -> dict:
-    """What an earlier run had no time for, from a run of the same versions, asked for nothing else; or `new`."""
-    alike = all(old.get(n) == new.get(n) for n in ("level", "python", "torch", "triton"))
-    known = {(r["name"], r.get("version")): r for r in old["reports"]}
-    rest = {(r["name"], r.get("version")): {f["property"] for f in r.get("findings", ())} for r in new["reports"]}
-    missed = all(names and names <= set(known.get(kind, {}).get("not_run", ())) for kind, names in rest.items())
-    if not (alike and missed and rest):
+    """What an earlier run of the same version had no time for, or did not know of yet, joined by a run of nothing else;
+    or `new`."""
+    known, found = ({f["property"] for f in r.get("findings", ())} for r in (old, new))
+    if not found or known & found or old.get("version") != new.get("version"):
         return new
-    order, reports = [p.name for p in suite.PROPERTIES], dict(known)
-    for r in new["reports"]:
-        kind = r["name"], r["version"]
-        earlier = known[kind]
-        found = sorted(earlier["findings"] + r["findings"], key=lambda f: order.index(f["property"]))
-        counts = {v: sum(f["verdict"] == v for f in found) for v in (PASS, FAIL, ERROR, NOT_OFFERED)}
-        left = [n for n in earlier["not_run"] if n not in rest[kind]]
-        head = {n: x for n, x in earlier.items() if n not in ("not_run", "findings")}
-        reports[kind] = head | ({"not_run": left} if left else {}) | counts | {"findings": found}
-    return old | {"date": new["date"], "reports": list(reports.values())}
+    order = [p.name for p in suite.PROPERTIES]
+    findings = sorted(old["findings"] + new["findings"], key=lambda f: order.index(f["property"]))
+    counts = {v: sum(f["verdict"] == v for f in findings) for v in (PASS, FAIL, ERROR, NOT_OFFERED)}
+    left = [n for n in old.get("not_run", ()) if n not in found]
+    head = {n: x for n, x in old.items() if n not in ("not_run", "findings")}
+    return head | ({"not_run": left} if left else {}) | counts | {"findings": findings}
 
 
 def markdown(recorded: dict) -> str:

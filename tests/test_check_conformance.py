@@ -94,31 +94,60 @@ def test_what_had_no_time_is_named(monkeypatch):
 
 def test_another_machine_does_not_replace_this_one():
     script = load()
-    gpu = {"device": "a GPU", "reports": []}
+    gpu = {"device": "a GPU", "triton": "3.6.0", "reports": []}
     both = script.merged(RECORDED, gpu)
     assert [m["device"] for m in both["machines"]][0] == "cpu" and gpu in both["machines"]
     nobody = [{"name": "nobody", "problem": "is not there"}]
-    again = script.merged(both, {"device": "a GPU", "reports": nobody})
+    again = script.merged(both, gpu | {"reports": nobody})
     assert len(again["machines"]) == len(both["machines"]) and again["machines"][-1]["reports"] == nobody
 
 
-def test_what_had_no_time_is_joined_by_a_run_of_nothing_else():
+def test_what_had_no_time_or_was_not_known_is_joined_by_a_run_of_nothing_else():
     script = load()
     machine = next(m for m in RECORDED["machines"] if m["device"] != "cpu")
     whole = next(r for r in machine["reports"] if r["name"] == "flash_qla")
     first, *later = whole["findings"]
-    cut = whole | {"findings": later, "not_run": [first["property"]], first["verdict"]: whole[first["verdict"]] - 1}
-    old = machine | {"reports": [r if r is not whole else cut for r in machine["reports"]]}
-    new = machine | {"reports": [whole | {"findings": [first]}]}
-    [joined] = [m for m in script.merged({"machines": [old]}, new)["machines"]]
-    assert joined == machine | {"reports": [r if r is not whole else whole for r in machine["reports"]]}
+    cut = whole | {"findings": later, first["verdict"]: whole[first["verdict"]] - 1}
+    for before in (cut, cut | {"not_run": [first["property"]]}):
+        old = machine | {"reports": [r if r is not whole else before for r in machine["reports"]]}
+        new = machine | {"reports": [whole | {"findings": [first]}]}
+        assert script.merged({"machines": [old]}, new)["machines"] == [machine]
+
+
+def test_what_was_found_again_replaces_what_was_found():
+    """Of the same implementation in the same surroundings; in others it replaces all of the machine's."""
+    script = load()
+    machine = next(m for m in RECORDED["machines"] if m["device"] != "cpu")
+    whole = next(r for r in machine["reports"] if r["name"] == "flash_qla")
     for other in (
-        new | {"triton": "another"},
-        new | {"reports": [whole | {"version": "another", "findings": [first]}]},
-        new | {"reports": [whole | {"findings": [first, later[0]]}]},
-        new | {"reports": []},
+        whole | {"version": "another", "findings": whole["findings"][:1]},
+        whole | {"findings": whole["findings"][:2]},
+        {"name": "flash_qla", "problem": "is not there"},
     ):
-        assert script.merged({"machines": [old]}, other)["machines"] == [other]
+        new = machine | {"reports": [other]}
+        kept = [r if r is not whole else other for r in machine["reports"]]
+        assert script.merged({"machines": [machine]}, new)["machines"] == [machine | {"reports": kept}]
+        elsewhere = new | {"triton": "another"}
+        assert script.merged({"machines": [machine]}, elsewhere)["machines"] == [elsewhere]
+
+
+def test_nobody_is_given_nothing_to_do(monkeypatch):
+    """Fewer properties than an implementation has processes on a GPU."""
+    script, begun = load(), []
+
+    class Idle:
+        process = type("", (), {"poll": staticmethod(lambda: 0)})
+
+        def __init__(self, name, names, *rest):
+            begun.append((name, names))
+            self.name, self.names = name, names
+
+    monkeypatch.setattr(script, "Worker", Idle)
+    monkeypatch.setattr(script, "gather", lambda *_: [])
+    monkeypatch.setattr(script, "bar", lambda *_: None)
+    monkeypatch.setattr(script, "document", lambda *_: {})
+    script.run(script.parse(["--device", "cuda", "--impl", "flash_qla", "--property", "agreement", "packing"]))
+    assert sorted(begun) == [("flash_qla", ["agreement"]), ("flash_qla", ["packing"])]
 
 
 @pytest.mark.parametrize("name", ["fla", "flash_qla", "flashinfer"])
