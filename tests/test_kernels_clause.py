@@ -3,6 +3,9 @@ a key, by the public function, in the configurations that ship for Hopper: inter
 on a GPU whatever its own table has, Gluon included.
 """
 
+import subprocess
+import sys
+
 import helpers as h
 import pytest
 import torch
@@ -179,3 +182,14 @@ def test_batch_invariant_rows_have_the_bits_of_rows_alone(long_rows, launched, m
     assert {"segment_kernel", "adjoint_segment_kernel"} <= {name for name, _ in launched}
     alone = trained({n: t[1:2] for n, t in long_rows.items()}, do[1:2])
     assert all(torch.equal(one[1:2], other) for one, other in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("setting, invariant", [(None, False), ("0", False), ("1", True)])
+def test_where_rows_are_cut_alone_is_asked_for(setting, invariant, monkeypatch):
+    """In the environment, as it is when the kernels are imported."""
+    monkeypatch.delenv("GDN_REF_BATCH_INVARIANT", raising=False)
+    if setting:
+        monkeypatch.setenv("GDN_REF_BATCH_INVARIANT", setting)
+    command = [sys.executable, "-c", "from gdn_ref.kernels import launch; print(launch.heads_to_cut_for(3, 16))"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(ran.stdout) == (16 if invariant else 48)
