@@ -64,7 +64,6 @@ class Arguments:
     """What each launch takes before its numbers, in order, by name."""
 
     def __init__(self, names: dict[str, tuple[str, ...]]):
-        self.names = names
         self.of = {launch: itemgetter(*its) for launch, its in names.items()}  # from a dict of all to a tuple
         self.absent = dict.fromkeys(chain.from_iterable(names.values()))
 
