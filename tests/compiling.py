@@ -39,18 +39,20 @@ CARDS = {
 TOLERATED_SPILLS = 16
 # What a release leaves at most, in bytes a thread, where another spills nothing: {(card, names): {release: ..}}.
 KNOWN_SPILLS = {
-    ("sm_80", "prepare/*"): {"3.9": 36},  # it has no loop over chunks
+    ("sm_80", "prepare/*"): {"3.8": 256, "3.9": 36},  # it has no loop over chunks
     ("sm_90", "scan/bf16/K128/*/BV64/*/few"): {"3.4": 20, "3.9": 44},  # in segments: some in the loop over these
-    ("sm_90", "adjoint_segment/*"): {"3.4": 84},
+    ("sm_90", "adjoint_segment/*"): {"3.4": 84, "3.5": 4},
     ("sm_90", "adjoints/bf16/K128/*/BV64/*/kept"): {"3.4": 100, "3.9": 56},
     ("sm_90", "adjoints/bf16/K128/*/BV64/*/few/remade"): {"3.9": 44},
     ("sm_90", "adjoints/bf16/K128/*/BV128/*/kept"): {"3.4": 20},
-    ("sm_90", "pairs/bf16/K128/*"): {"3.4": 60, "3.6": 4, "3.9": 4},
-    ("sm_90", "hopper_gradients/*"): {"3.6": 28},  # addresses, read again once a head
-    ("sm_90", "hopper_scan/*/prompt/many"): {"3.6": 36, "3.9": 36},
+    ("sm_90", "pairs/bf16/K128/*"): {"3.4": 60, "3.5": 16, "3.6": 4, "3.7": 32, "3.9": 4},
+    ("sm_90", "hopper_gradients/*"): {"3.6": 28, "3.7": 28},  # addresses, read again once a head
+    ("sm_90", "hopper_scan/*/prompt/many"): {"3.6": 36, "3.7": 40, "3.8": 32, "3.9": 36},
     ("sm_90", "hopper_scan/*/packed/*"): {"3.9": 32},
     ("sm_100", "gradients/bf16/K256/*"): {"3.4": 28},
+    ("sm_100", "decode/*/every_state"): {"3.7": 20},
     ("gfx942", "scan/bf16/K128/*"): {"3.4": 28},
+    ("gfx942", "adjoints/bf16/K256/*"): {"3.8": 160},
 }
 
 

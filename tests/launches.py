@@ -30,6 +30,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def widths(dtype: str, K: int, V: int) -> str:
+    """As names have them: K alone where V is as wide."""
+    return f"{dtype}/K{K}" + f"-{V}" * (V != K)
+
+
 # ---------------------------------------------------------------- the calls
 
 
@@ -50,11 +55,6 @@ class Call:
     v_first: bool = False
     raw: bool = True  # gates, and with them the norm
     apart: int = 0  # elements by which token rows lie further apart than they are wide
-
-    @property
-    def where(self) -> str:
-        """Dtype and widths."""
-        return f"{self.dtype}/K{self.K}" + f"-{self.V}" * (self.V != self.K)
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The inputs, in the order in which launch.py has them."""
@@ -136,8 +136,9 @@ def calls() -> Iterator[Call]:
             yield from (named(way, many, f"/apart{apart}", apart=apart) for many in ("few", "many"))
 
 
-def decode_calls() -> Iterator[tuple[str, decode.DecodePlan | decode.RollbackPlan, tuple]]:
-    """(name, plan, tensors): a plain and a padded K, wide and narrow, with and without the state after each token."""
+def decode_calls() -> Iterator[tuple[str, str, decode.DecodePlan | decode.RollbackPlan, list]]:
+    """(dtype of the pool and widths, what else, plan, tensors): a plain and a padded K, wide and narrow, with the state
+    after each token and without."""
     N, T, H, HV, half = 64, 4, 4, 8, torch.bfloat16
     slots = empty(N, dtype=torch.int64)
     for stored, K, V, keep in (
@@ -148,11 +149,10 @@ def decode_calls() -> Iterator[tuple[str, decode.DecodePlan | decode.RollbackPla
         inputs = [empty(N, T, heads, width, dtype=half) for heads, width in ((H, K), (H, K), (HV, V))]
         inputs += [empty(N, T, HV, dtype=half), empty(N, T, HV, dtype=half), empty(HV), empty(HV), pool, slots]
         inputs.append(empty(N, dtype=torch.bool) if keep else None)
-        name = f"decode/{stored}/K{K}" + f"-{V}" * (V != K) + "/every_state" * keep
-        yield name, decode.DecodePlan(*inputs, keep=keep), inputs
+        yield widths(stored, K, V), "every_state" * keep, decode.DecodePlan(*inputs, keep=keep), inputs
     states, pool = empty(N, T, HV, 128, 128), empty(N, HV, 128, 128)
     inputs = [states, empty(N, dtype=torch.int64), pool, slots]
-    yield "rollback/fp32/K128", decode.RollbackPlan(*inputs), inputs
+    yield widths("fp32", 128, 128), "", decode.RollbackPlan(*inputs), inputs
 
 
 def stage_calls() -> Iterator[str]:
@@ -172,7 +172,7 @@ def stage_calls() -> Iterator[str]:
         w, u = stages.recompute_w_u_fwd(k, v, beta, A, g, **where)
         found = stages.chunk_states(k, w, u, g, torch.empty(1, HV, K, V), **where)
         stages.chunk_output(q, k, found.delta, found.h, g, **where)
-        yield f"{dtype}/K{K}" + f"-{V}" * (V != K) + "/packed" * packed
+        yield widths(dtype, K, V) + "/packed" * packed
 
 
 # ---------------------------------------------------------------- as Triton sees them
@@ -262,10 +262,10 @@ def compile_targets(architecture: str) -> list[Target]:
     with listening(architecture) as heard:
         for call in calls():
             for which in call.make():
-                add(heard, call.where, call.name + which, call.hot)
-        for name, plan, tensors in decode_calls():
+                add(heard, widths(call.dtype, call.K, call.V), call.name + which, call.hot)
+        for where, which, plan, tensors in decode_calls():
             plan(*tensors)
-            add(heard, "", name, hot=True)
+            add(heard, where, which, hot=True)
         for where in stage_calls():
             add(heard, where, "")
     return list(found.values())
