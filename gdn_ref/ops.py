@@ -121,8 +121,7 @@ def chunk_gated_delta_rule(
     Arguments beyond beta are best given by name.
 
     q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H: value head h reads with key head h // (HV // H). Any
-    mix of
-        bfloat16, float16, float32, float64; any strides; T may be 0.
+        mix of bfloat16, float16, float32, float64; any strides; T may be 0.
     g: [B, T, HV], natural-log decay, g <= 0; -inf forgets everything before the token, None decays nothing. With
         use_gate_in_kernel it is the raw gate a, and g = -exp(A_log) * softplus(a + dt_bias) (A_log, dt_bias: [HV]).
     beta: [B, T, HV], write strength; None is 1. With use_beta_sigmoid_in_kernel it is the raw gate b and
@@ -158,14 +157,8 @@ def chunk_gated_delta_rule(
     if torch.compiler.is_compiling():  # one node of the compiler's graph; what is checked here, it checks when it runs
         o, state = torch.ops.gdn_ref.chunk_gated_delta_rule(*call)
         return o, state if output_final_state else None
-    if backend in ("auto", "triton") and chunk_size == 64 and use_gate_in_kernel == (A_log is not None):
-        tensors, options = call.tensors(), call.options()
-        wanted = _wants_gradient(tensors)
-        if plan := _recall(tensors, scale, options, wanted):
-            if not wanted:
-                return plan.run(*tensors)
-            return FusedDeltaRule.apply(plan, q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
-    return run(call)
+    done = run_as_before(call)
+    return run(call) if done is None else done
 
 
 class Call(NamedTuple):
@@ -216,8 +209,24 @@ def choose(call: Call) -> tuple[Call, Sizes, str]:
     return (call if call.scale is not None else call._replace(scale=sizes.K**-0.5)), sizes, chosen
 
 
+def run_as_before(call: Call) -> tuple[Tensor, Tensor | None] | None:
+    """What chunk_gated_delta_rule returns, by the plan of an earlier call of the same kind; None if there is none."""
+    if call.backend not in ("auto", "triton") or call.chunk_size != 64:
+        return None
+    if call.use_gate_in_kernel != (call.A_log is not None):
+        return None
+    tensors, options, scale = call.tensors(), call.options(), call.scale
+    wanted = _wants_gradient(tensors)
+    plan = _recall(tensors, scale, options, wanted)
+    if plan is None:
+        return None
+    if not wanted:
+        return plan.run(*tensors)
+    return FusedDeltaRule.apply(plan, call.q.shape[-1] ** -0.5 if scale is None else scale, options, *tensors)
+
+
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """What chunk_gated_delta_rule returns, where there is no plan of an earlier call."""
+    """The same where there is no such plan."""
     call, sizes, chosen = choose(call)
     if chosen == "triton":
         options, tensors = call.options(), call.tensors()

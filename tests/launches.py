@@ -1,7 +1,8 @@
 """What calls of every kernel's host functions launch on cards that are not here, for the compile test.
 
-Nothing is listed by hand but the calls: they are made as a user makes them, of tensors that have shapes and no memory,
-and what is launched is listened to. What Triton makes a constant of, such as a stride of 1, is one here.
+Nothing is listed by hand but the calls: they are made as the public functions make them, of tensors that have shapes
+and, but for the stages', no memory, and what is launched is listened to. What Triton makes a constant of, such as a
+stride of 1, is one here.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ WIDTHS = ((64, 64), (32, 32), (16, 16), (64, 128), (128, 64), (128, 256), (256, 
 
 
 def calls() -> Iterator[Call]:
-    """Hot are those of models: bfloat16, K = V, in rows of whole 16 bytes."""
+    """Hot are those of models: bfloat16, K = V, in rows of whole 16 bytes. They come first and name what is shared."""
 
     def named(way: str, many: str, more: str = "", **options) -> Call:
         return Call(f"{way}/{many}{more}", SIZES[many], **WAYS[way], **options)
@@ -127,8 +128,8 @@ def calls() -> Iterator[Call]:
     for K, V in WIDTHS:
         for way, many in (("train", "many"), ("serve", "few")) + ((("train", "few"),) if K <= 64 or V > 128 else ()):
             yield named(way, many, K=K, V=V)
-    for dtype, widths in (("fp16", ({}, dict(K=64, V=64))), ("fp32", ({}, wide))):
-        for width in widths:
+    for dtype, other in (("fp16", dict(K=64, V=64)), ("fp32", wide)):
+        for width in ({}, other):
             for way in ("train", "serve", "train/state"):
                 yield from (named(way, many, dtype=dtype, **width) for many in ("few", "many"))
     for apart in (8, 1):  # rows that are whole for a copy engine but not 16 numbers, and rows that are not

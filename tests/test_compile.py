@@ -68,6 +68,34 @@ def test_no_kernel_is_left_out(compiled):
         assert names == (defined if has_gluon else defined - gluon), arch
 
 
+SELECTED = """
+import launches
+from gdn_ref.kernels import launch, launch_backward as back
+
+for card in launches.PROCESSORS:
+    found = set()
+    for t in launches.compile_targets(card):
+        name, cut = t.kernel.__name__.removeprefix("hopper_"), [t.constexprs.get(x) for x in ("C", "BK", "BV")]
+        found |= {(name, cut[0], cut[2], t.num_warps), (name, *cut, t.num_warps)}
+    wanted = {("scan_kernel", c.C, c.BV, c.warps) for c in launch.configurations(card)}
+    for c in (c for configs in back.CONFIGS[card].values() for c in configs):
+        wanted |= {(name, c.C, c.BV, c.warps) for name in ("states_kernel", "adjoints_kernel")}
+        wanted |= {("gradients_kernel", c.C, c.BK, c.block, c.gradient_warps)}
+    print(card, len(wanted), sorted(wanted - found))
+"""
+
+
+def test_every_configuration_is_compiled():
+    """Each that the tables hold is chosen by some call whose launches are listened to."""
+    places = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    settings = {**os.environ, "PYTHONPATH": places, "TRITON_INTERPRET": "0"}
+    ran = subprocess.run([sys.executable, "-c", SELECTED], capture_output=True, text=True, env=settings)
+    assert ran.returncode == 0, ran.stderr
+    said = [line.split(" ", 2) for line in ran.stdout.splitlines()]
+    assert [card for card, *_ in said] == list(compiling.CARDS)
+    assert all(int(number) >= 8 and missing == "[]" for _, number, missing in said), ran.stdout
+
+
 # ---------------------------------------------------------------- the report itself: a fault must be seen
 
 FAULTY = """

@@ -116,6 +116,17 @@ def test_dg_across_which_next_to_nothing_passes(rate, dtype):
     h.assert_close({"d_g": found}, {"d_g": expected}, CHECKED[dtype])
 
 
+@pytest.mark.parametrize("rate", [40.0, 80.0])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "16 bits"])
+def test_dg_across_which_less_passes_than_float64_resolves(rate, dtype):
+    """There it has no digits: what is left of its neighbours' is rounding of float64, and stays that small."""
+    x = h.make(70, 1, 2, 32, 32, decays="none", dtype=dtype)
+    x["g"] = torch.full((1, 70, 2), -0.01)
+    x["g"][:, 3::8] = -rate
+    found = backward(x, *upstream(x))["d_g"].double()
+    assert found[:, 3::8].abs().amax() < 1e-13 * found.abs().amax()
+
+
 @pytest.mark.parametrize("K, V", [(128, 128), (256, 16), (16, 256), (192, 100)])
 @h.in_every_dtype
 def test_wide_heads(K, V, dtype):

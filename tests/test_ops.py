@@ -29,7 +29,7 @@ from helpers import (
 )
 
 import gdn_ref
-from gdn_ref import arguments, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, which_backend
+from gdn_ref import arguments, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, ops, which_backend
 
 BACKENDS = ("torch", "recurrent")
 NAN = float("nan")
@@ -560,6 +560,33 @@ def test_triton_on_a_cpu_is_not_asked_for_too_late():
         [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=True
     ).stdout
     assert "TRITON_INTERPRET=1, set before triton is imported" in said
+
+
+def test_a_call_of_a_known_kind_goes_by_its_plan(monkeypatch):
+    """With and without gradients, and by no other way than the kernels' own."""
+    taken = []
+
+    class Plan:
+        kept = None
+
+        def run(self, *tensors):
+            taken.append("run")
+            return tensors[2], tensors[8]
+
+        def run_and_keep(self, *tensors):
+            taken.append("keep")
+            return tensors[2].clone(), tensors[8].clone(), None
+
+    monkeypatch.setattr(ops, "_recall", lambda *_: Plan())
+    o, S = chunk_gated_delta_rule(**SMALL, output_final_state=True)
+    assert o is SMALL["v"] and S is SMALL["initial_state"]
+    leaves = {n: t.detach().requires_grad_() for n, t in SMALL.items()}
+    assert chunk_gated_delta_rule(**leaves, output_final_state=True)[0].requires_grad and taken == ["run", "keep"]
+    for other in ({"backend": "torch"}, {"chunk_size": 32}):
+        chunk_gated_delta_rule(**SMALL, **other)
+    with pytest.raises(ValueError, match="A_log"):
+        chunk_gated_delta_rule(**SMALL, use_gate_in_kernel=True)
+    assert taken == ["run", "keep"]
 
 
 def test_triton_serves_interpreted_or_says_what_it_cannot_do(monkeypatch):
